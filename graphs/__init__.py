@@ -1,0 +1,1 @@
+"""All Python that speaks to the GPU: driver calls, compilation, buffers, capture and replay."""

@@ -1,0 +1,1 @@
+"""What a mixture-of-experts layer with LoRA is, on any device."""

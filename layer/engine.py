@@ -1,0 +1,114 @@
+"""The one seam between what serves requests and what computes them: the ``Engine`` protocol."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .adapter import Adapter
+from .errors import RequestError
+from .spec import LayerSpec, ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBatch:
+    """One forward of one layer over ``T`` tokens, host tensors, contiguous.
+
+    ``hidden_states``  bf16 ``[T, H]``
+    ``topk_ids``       int32 ``[T, top_k]`` of global expert ids, -1 for no expert; with
+    ``topk_weights``   fp32 ``[T, top_k]``, used as they are; both or neither
+    ``router_logits``  fp32 ``[T, E]``, routed by the checkpoint's method; not with top-k.
+                       With neither, the checkpoint's own gate routes.
+    ``token_slots``    int32 ``[T]`` adapter slot of each token, -1 for none; None: no adapter at all
+    """
+
+    layer: int
+    hidden_states: Tensor
+    topk_ids: Tensor | None = None
+    topk_weights: Tensor | None = None
+    router_logits: Tensor | None = None
+    token_slots: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return int(self.hidden_states.shape[0])
+
+    def check(self, spec: LayerSpec, max_loras: int) -> None:
+        """Raise ``RequestError`` (its ``param`` naming the field) unless this fits ``spec``."""
+        tokens = self.num_tokens
+        _expect("hidden_states", self.hidden_states, torch.bfloat16, (tokens, spec.hidden_size))
+        if (self.topk_ids is None) != (self.topk_weights is None):
+            missing = "topk_ids" if self.topk_ids is None else "topk_weights"
+            raise RequestError("topk_ids and topk_weights come together: one of them is missing", missing)
+        if self.topk_ids is not None and self.router_logits is not None:
+            raise RequestError("send topk_ids and topk_weights, or router_logits, not both", "router_logits")
+        _expect("topk_ids", self.topk_ids, torch.int32, (tokens, spec.top_k))
+        _expect("topk_weights", self.topk_weights, torch.float32, (tokens, spec.top_k))
+        _expect("router_logits", self.router_logits, torch.float32, (tokens, spec.num_experts))
+        _expect("token_slots", self.token_slots, torch.int32, (tokens,))
+        _expect_range("topk_ids", self.topk_ids, spec.num_experts)
+        _expect_range("token_slots", self.token_slots, max_loras)
+
+
+def _expect(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor is None:
+        return
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        raise RequestError(
+            f"{name} should be {dtype} of shape {list(shape)}, got {tensor.dtype} of shape {list(tensor.shape)}", name
+        )
+
+
+def _expect_range(name: str, tensor: Tensor | None, stop: int) -> None:
+    if tensor is None or tensor.numel() == 0:
+        return
+    low, high = (int(x) for x in tensor.aminmax())
+    if low < -1 or high >= stop:
+        raise RequestError(f"{name} must lie in -1..{stop - 1}, got {low if low < -1 else high}", name)
+
+
+class Engine(Protocol):
+    """Computes MoE layers and holds adapters in numbered slots.
+
+    All calls come from one thread. A slot keeps its number for the engine's life; what is in it
+    changes only through ``install_adapter`` and ``remove_adapter``, never during a ``forward``.
+    """
+
+    @property
+    def model(self) -> ModelSpec:
+        """What is served."""
+
+    @property
+    def device(self) -> str:
+        """``"cpu"`` or ``"cuda:N"``."""
+
+    @property
+    def max_loras(self) -> int:
+        """Number of adapter slots."""
+
+    @property
+    def max_lora_rank(self) -> int:
+        """The largest adapter rank that a slot holds."""
+
+    def forward(self, batch: LayerBatch) -> Tensor:
+        """The layer's output, bf16 ``[T, H]`` on the host.
+
+        A token whose experts are all -1 gets its shared experts' output alone (zero without any).
+        Raises ``LayerNotServedError``, ``RequestError``, or ``EngineError``.
+        """
+
+    def install_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Put ``adapter`` into ``slot`` whole: the next ``forward`` sees all of it and nothing of
+        what was there. Raises ``AdapterRefusedError`` if its rank exceeds ``max_lora_rank``."""
+
+    def remove_adapter(self, slot: int) -> None:
+        """Leave ``slot`` empty; removing from an empty slot does nothing."""
+
+    def plans(self, layer: int) -> Sequence[Mapping[str, Any]]:
+        """Which execution plan runs at which token count, and why, for people to read."""
+
+    def close(self) -> None:
+        """Free everything; the engine is unusable afterwards."""
