@@ -74,6 +74,21 @@ class LayerSpec:
                 f"layer {self.index}: local experts {self.local_expert_offset}..{self.local_expert_end} "
                 f"lie outside 0..{self.num_experts}"
             )
+        if self.routing.method is RoutingMethod.SIGMOID_GROUPED:
+            self._check_groups()
+
+    def _check_groups(self) -> None:
+        groups, kept = self.routing.num_groups, self.routing.topk_groups
+        if groups < 1 or self.num_experts % groups or not 1 <= kept <= groups:
+            raise UnsupportedCheckpointError(
+                f"layer {self.index}: the best {kept} of {groups} groups of {self.num_experts} experts cannot be chosen"
+            )
+        size = self.num_experts // groups
+        if groups > 1 and (size < 2 or kept * size < self.top_k):
+            raise UnsupportedCheckpointError(
+                f"layer {self.index}: {kept} groups of {size} experts are too few to score by their best two "
+                f"and to choose {self.top_k} experts from"
+            )
 
     @property
     def local_expert_end(self) -> int:
