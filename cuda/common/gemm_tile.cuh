@@ -1,0 +1,57 @@
+// A token tile, and the tensor-core width that multiplies it.
+#pragma once
+
+#include "common/activation.cuh"
+#include "common/layout.cuh"
+#include "common/wgmma.cuh"
+
+// Tokens of one expert that are multiplied together; the twin of graphs/buffers.py's TOKEN_TILE.
+struct alignas(16) TokenTile {
+    int expert;     // local expert index
+    int first_row;  // permuted row of the first token, a multiple of 8
+    int num_rows;   // tokens, at most MAX_N
+    int reserved;
+};
+
+// Tokens of one (expert, adapter slot) pair, consecutive permuted rows; the twin of LORA_GROUP.
+struct alignas(16) LoraGroup {
+    int expert;
+    int slot;
+    int first_row;
+    int num_rows;
+};
+
+template <int N>
+struct Width {};
+
+// The lane, read anew: keeps the compiler from holding every width's addresses in registers across tiles.
+__device__ __forceinline__ int volatile_lane() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
+
+// Calls `run` with the smallest instruction width that holds `num_rows` tokens.
+template <typename Run>
+__device__ __forceinline__ void with_tile_width(int num_rows, Run run) {
+#if MAX_N > 128
+    if (num_rows > 192) return run(Width<256>{});
+    if (num_rows > 128) return run(Width<192>{});
+#endif
+#if MAX_N > 64
+    if (num_rows > 96) return run(Width<128>{});
+    if (num_rows > 64) return run(Width<96>{});
+#endif
+#if MAX_N > 32
+    if (num_rows > 48) return run(Width<64>{});
+    if (num_rows > 32) return run(Width<48>{});
+#endif
+#if MAX_N > 16
+    if (num_rows > 24) return run(Width<32>{});
+    if (num_rows > 16) return run(Width<24>{});
+#endif
+#if MAX_N > 8
+    if (num_rows > 8) return run(Width<16>{});
+#endif
+    run(Width<8>{});
+}
