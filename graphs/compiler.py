@@ -1,0 +1,236 @@
+"""CUDA sources to cubins by NVRTC, unless a store has them already, and what ptxas reports of each."""
+
+import hashlib
+import os
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..layer.errors import ConfigurationError, DeviceUnavailableError, EngineError
+from .cubins import CubinStore, pack, unpack, write_whole
+from .driver import USE_CPU, Device, bindings
+
+nvrtc = bindings("nvrtc")
+
+SOURCES = Path(__file__).resolve().parent.parent / "cuda"
+"""The room of CUDA sources: next to this one in the repository and in an installed package alike."""
+
+OPTIONS = ("--std=c++20", "-default-device", "--ptxas-options=-v")
+DEFAULT_ARCH = "sm_90a"
+
+
+class CompileError(EngineError):
+    """A kernel does not compile; ``log`` is all that the compiler said."""
+
+    def __init__(self, message: str, log: str) -> None:
+        super().__init__(message)
+        self.log = log
+        self.add_note(log)
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What ptxas says a kernel takes: registers a thread, and bytes of all else; spills are summed over the file."""
+
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    shared_bytes: int
+    stack_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cubin:
+    """One compiled kernel; ``origin`` says whether it was ``compiled``, from the ``cache``, or ``shipped``."""
+
+    kernel: str
+    arch: str
+    image: bytes
+    log: str
+    resources: Resources
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Specialisation:
+    """One kernel with its compile-time numbers: the source file's name in ``cuda/`` and the macros defined for it."""
+
+    source_file: str
+    defines: Mapping[str, int | str] = field(default_factory=dict)
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's name: the file's stem."""
+        return Path(self.source_file).stem
+
+    def __str__(self) -> str:
+        defines = " ".join(f"{name}={value}" for name, value in sorted(self.defines.items()))
+        return f"{self.source_file} {defines}".rstrip()
+
+
+def compile_kernel(
+    source_file: str,
+    defines: Mapping[str, int | str] | None = None,
+    arch: str = DEFAULT_ARCH,
+    *,
+    store: CubinStore | None = None,
+    sources: Path = SOURCES,
+) -> Cubin:
+    """The cubin of ``source_file`` (a name in ``cuda/``), its kernel being named as the file's stem.
+
+    Headers are ``#include "common/….cuh"``. ``store`` defaults to the one that the environment names.
+    Raises ``CompileError``, or ``ConfigurationError`` where there is no such source.
+    """
+    store = CubinStore.from_environment() if store is None else store
+    job = _Job.read(Specialisation(source_file, defines or {}), arch, sources)
+    kept = store.find(job.file_name)
+    if kept is None:
+        image, log = job.compile()
+        store.keep(job.file_name, image, log)
+        kept = (image, log, "compiled")
+    return Cubin(job.kernel, arch, kept[0], kept[1], parse_resources(kept[1], job.kernel), kept[2])
+
+
+def compile_all(
+    specialisations: Iterable[Specialisation],
+    arch: str,
+    out_dir: Path,
+    *,
+    jobs: int | None = None,
+    sources: Path = SOURCES,
+) -> list[Path]:
+    """Compile ahead of time into ``out_dir``, to be named by ``MOELET_CUBIN_DIR``; needs no GPU.
+
+    Raises ``CompileError`` for the first that fails, ``ConfigurationError`` where ``out_dir`` cannot be written.
+    """
+
+    def build(specialisation: Specialisation) -> Path:
+        job = _Job.read(specialisation, arch, sources)
+        path = out_dir / job.file_name
+        if not path.exists() or unpack(path.read_bytes()) is None:
+            write_whole(path, pack(*job.compile()))
+        return path
+
+    try:
+        with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
+            return list(pool.map(build, specialisations))
+    except OSError as error:
+        raise ConfigurationError(f"cubins cannot be written to {out_dir}: {error.strerror}") from error
+
+
+def check_driver(device: Device) -> None:
+    """Raise ``DeviceUnavailableError`` if the driver is of an older CUDA major version than the compiler."""
+    compiler = nvrtc_version()
+    if device.driver_version[0] < compiler[0]:
+        raise DeviceUnavailableError(
+            f"the NVIDIA driver supports CUDA {_dotted(device.driver_version)}, but kernels are compiled by CUDA "
+            f"{_dotted(compiler)} and need a driver of CUDA {compiler[0]}.0 or newer: update it; {USE_CPU}"
+        )
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """The version of the NVRTC library in use."""
+    try:
+        _, major, minor = nvrtc.nvrtcVersion()
+    except RuntimeError:  # the bindings raise their own kind of it where the library cannot be loaded
+        raise DeviceUnavailableError(f"the Python package nvidia-cuda-nvrtc is not installed; {USE_CPU}") from None
+    return int(major), int(minor)
+
+
+def parse_resources(log: str, kernel: str) -> Resources:
+    """What ``ptxas -v`` reported of ``kernel``. Raises ``CompileError`` if the file defines no such kernel."""
+    entry = re.search(rf"Compiling entry function '{re.escape(kernel)}'(.*?)(?=Compiling entry function|\Z)", log, re.S)
+    used = re.search(r"Used (\d+) registers(.*)", entry.group(1)) if entry else None
+    if used is None:
+        raise CompileError(f'{kernel}.cu defines no kernel extern "C" __global__ {kernel}', log)
+    shared = re.search(r"(\d+) bytes smem", used.group(2))
+    return Resources(
+        registers=int(used.group(1)),
+        spill_stores=sum(map(int, re.findall(r"(\d+) bytes spill stores", log))),
+        spill_loads=sum(map(int, re.findall(r"(\d+) bytes spill loads", log))),
+        shared_bytes=int(shared.group(1)) if shared else 0,
+        stack_bytes=max(map(int, re.findall(r"(\d+) bytes stack frame", log)), default=0),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Everything that decides what a kernel compiles to."""
+
+    specialisation: Specialisation
+    arch: str
+    source: bytes
+    headers: tuple[tuple[str, bytes], ...]
+
+    @classmethod
+    def read(cls, specialisation: Specialisation, arch: str, sources: Path) -> "_Job":
+        try:
+            source = (sources / specialisation.source_file).read_bytes()
+        except OSError as error:
+            raise ConfigurationError(
+                f"there is no kernel source {specialisation.source_file} in {sources}: {error.strerror}"
+            ) from error
+        found = sorted((sources / "common").glob("*.cuh"))
+        return cls(specialisation, arch, source, tuple((f"common/{path.name}", path.read_bytes()) for path in found))
+
+    @property
+    def kernel(self) -> str:
+        return self.specialisation.kernel
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        defines = (f"-D{name}={value}" for name, value in sorted(self.specialisation.defines.items()))
+        return (*OPTIONS, f"--gpu-architecture={self.arch}", *defines)
+
+    @property
+    def file_name(self) -> str:
+        """``<kernel>-<hash>.cubin``, the hash over source, headers, options and compiler."""
+        digest = hashlib.sha256()
+        texts = [option.encode() for option in self.options] + [_dotted(nvrtc_version()).encode()]
+        for part in (self.source, *texts, *(part for name, text in self.headers for part in (name.encode(), text))):
+            digest.update(struct.pack("<Q", len(part)) + part)
+        return f"{self.kernel}-{digest.hexdigest()[:32]}.cubin"
+
+    def compile(self) -> tuple[bytes, str]:
+        """The cubin and the log. Raises ``CompileError``."""
+        names, texts = [name.encode() for name, _ in self.headers], [text for _, text in self.headers]
+        file_name = self.specialisation.source_file.encode()
+        program = _call(nvrtc.nvrtcCreateProgram, self.source, file_name, len(names), texts, names)
+        try:
+            options = [option.encode() for option in self.options]
+            error = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
+            log = _text(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog).decode(errors="replace")
+            log = log.rstrip("\0 \n")
+            if error != 0:
+                raise CompileError(f"{self.specialisation} does not compile for {self.arch}: {_first_error(log)}", log)
+            parse_resources(log, self.kernel)
+            return _text(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN), log
+        finally:
+            nvrtc.nvrtcDestroyProgram(program)
+
+
+def _call(function: Any, *args: Any) -> Any:
+    error, *values = function(*args)
+    if error != 0:
+        raise CompileError(f"{function.__name__} failed with {error.name}", "")
+    return values[0] if values else None
+
+
+def _text(program: Any, size_of: Any, read: Any) -> bytes:
+    buffer = bytes(_call(size_of, program))  # the binding writes into it
+    if len(buffer) > 1:
+        _call(read, program, buffer)
+    return buffer
+
+
+def _first_error(log: str) -> str:
+    lines = [line.strip() for line in log.splitlines() if "error" in line.lower() or "fatal" in line.lower()]
+    return lines[0] if lines else "the compiler gave no reason"
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

@@ -1,0 +1,141 @@
+"""The streams and events of the process: created once, owned by one object, passed by handle."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .driver import call, check, driver
+from .hazards import Work
+
+
+class Stream:
+    """One non-blocking driver stream.
+
+    ``tracer`` is set only while the stream is captured: it hears of every launch, copy and fill put on the stream.
+    """
+
+    __slots__ = ("handle", "name", "tracer")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.handle: Any = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value)
+        self.tracer: Callable[[Work | None], None] | None = None
+
+    def __int__(self) -> int:
+        return int(self.handle)
+
+    def __repr__(self) -> str:
+        return f"Stream({self.name})"
+
+    def wait(self, event: "Event") -> None:
+        """Hold what comes next on this stream until the latest record of ``event`` is reached."""
+        call(driver.cuStreamWaitEvent, self.handle, event.handle, 0)
+
+    def synchronize(self) -> None:
+        """Wait on the host for everything put on the stream so far."""
+        call(driver.cuStreamSynchronize, self.handle)
+
+    def is_capturing(self) -> bool:
+        """Whether the stream is part of a capture, sound or broken."""
+        return int(call(driver.cuStreamIsCapturing, self.handle)) != 0
+
+    def close(self) -> None:
+        """Destroy the stream; a second call does nothing."""
+        if self.handle is not None:
+            call(driver.cuStreamDestroy, self.handle)
+            self.handle = None
+
+
+class Event:
+    """One driver event without timing.
+
+    A wait binds to the latest record at the time of the call, so one event serves layer after layer as long as the
+    host's order is record, wait, record, wait. Inside a capture both make edges, and the graph keeps no hold of it.
+    """
+
+    __slots__ = ("handle", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.handle: Any = call(driver.cuEventCreate, driver.CUevent_flags.CU_EVENT_DISABLE_TIMING.value)
+
+    def __int__(self) -> int:
+        return int(self.handle)
+
+    def __repr__(self) -> str:
+        return f"Event({self.name})"
+
+    def record(self, stream: Stream) -> None:
+        """Mark the point that ``stream`` has been filled up to."""
+        call(driver.cuEventRecord, self.handle, stream.handle)
+
+    def synchronize(self) -> None:
+        """Wait on the host for the latest record; not for an event last recorded in a capture."""
+        call(driver.cuEventSynchronize, self.handle)
+
+    def is_done(self) -> bool:
+        """Whether the latest record has been reached."""
+        result = driver.cuEventQuery(self.handle)
+        if result[0] == driver.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        check(result, "cuEventQuery")
+        return True
+
+    def close(self) -> None:
+        """Destroy the event; a second call does nothing."""
+        if self.handle is not None:
+            call(driver.cuEventDestroy, self.handle)
+            self.handle = None
+
+
+class Streams:
+    """The main, side and copy stream of one engine, and ``close`` for all of them."""
+
+    def __init__(self) -> None:
+        self.main = Stream("main")
+        self.side = Stream("side")
+        self.copy = Stream("copy")
+
+    def __iter__(self) -> Iterator[Stream]:
+        return iter((self.main, self.side, self.copy))
+
+    def synchronize(self) -> None:
+        """Wait on the host for all three."""
+        for stream in self:
+            stream.synchronize()
+
+    def close(self) -> None:
+        """Destroy the streams; what they still run finishes first."""
+        for stream in self:
+            stream.close()
+
+
+class Events:
+    """Every event of one engine, by name.
+
+    ``lora_ready``       side -> main: the gate_up LoRA's output is there
+    ``gemm2_done``       main -> side: the down GEMM's output is there
+    ``forked``           main -> side: the inputs are there, the side stream may begin
+    ``activation_ready`` main -> side: the activation is there, the down LoRA may begin
+    ``down_lora_ready``  side -> main: the down LoRA's output is there
+    ``joined``           side -> main: the side stream has nothing left of this forward
+    ``adapter_copied``   copy -> main, between forwards: an adapter's bytes are in its slot
+    ``forward_done``     main -> copy or the host: the output is there and the slots are no longer read
+    """
+
+    def __init__(self) -> None:
+        self.lora_ready = Event("lora_ready")
+        self.gemm2_done = Event("gemm2_done")
+        self.forked = Event("forked")
+        self.activation_ready = Event("activation_ready")
+        self.down_lora_ready = Event("down_lora_ready")
+        self.joined = Event("joined")
+        self.adapter_copied = Event("adapter_copied")
+        self.forward_done = Event("forward_done")
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(vars(self).values())
+
+    def close(self) -> None:
+        """Destroy the events."""
+        for event in self:
+            event.close()
