@@ -3,7 +3,7 @@
 #   docker build -t moelet .
 #   docker run --gpus all --read-only --tmpfs /tmp -p 8000:8000 -v /models:/models:ro moelet serve /models/NAME
 #
-# Without --gpus it serves on the CPU. A smaller image for that: --build-arg TORCH="torch==... of a CPU build".
+# Without --gpus it serves on the CPU; --build-arg TORCH=REQUIREMENT chooses a torch, so also a CPU build of it.
 
 ARG BASE=python:3.12-slim-bookworm
 
@@ -13,15 +13,16 @@ FROM ${BASE} AS dependencies
 ARG TORCH="torch>=2.9"
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /build
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml ./
 COPY src/moelet/__init__.py src/moelet/__init__.py
-RUN python3 -m venv /opt/moelet \
+RUN touch README.md LICENSE \
+ && python3 -m venv /opt/moelet \
  && /opt/moelet/bin/python -m pip install "${TORCH}" . \
  && /opt/moelet/bin/python -m pip uninstall --yes moelet
 
 FROM dependencies AS wheel
 COPY . .
-RUN /opt/moelet/bin/python -m pip wheel --no-deps --wheel-dir /dist .
+RUN /opt/moelet/bin/python -m pip wheel --no-deps --no-build-isolation --wheel-dir /dist .
 
 FROM ${BASE}
 COPY --from=dependencies /opt/moelet /opt/moelet
