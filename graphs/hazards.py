@@ -22,13 +22,13 @@ class Work:
     """What one launch, copy or fill does to named buffers.
 
     ``waits``: whether a kernel executes ``griddepcontrol.wait`` in every block, before its first access to any buffer
-    that another node writes and before its first write. Copies and fills are ordered by the hardware queue: True.
+    that another node writes and before its first write. It matters only behind a programmatic edge.
     """
 
     label: str
     reads: frozenset[str] = frozenset()
     writes: frozenset[str] = frozenset()
-    waits: bool = True
+    waits: bool = False
 
 
 class EdgeKind(StrEnum):
