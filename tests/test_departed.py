@@ -11,12 +11,12 @@ def test_a_name_counts_on_where_it_left() -> None:
     assert names.come_back("a") == 1
     names.add("a", 3, evicted=False)
     names.add("ab", 7, evicted=True)
-    assert names.evicted == ("ab",)
+    assert list(names.evicted) == ["ab"]
     assert names.was_evicted("ab")
     assert not names.was_evicted("a")
     assert names.come_back("a") == 4
     assert names.come_back("ab") == 8
-    assert names.evicted == ()
+    assert list(names.evicted) == []
     assert not names.was_evicted("ab")
 
 
@@ -35,7 +35,8 @@ def test_forgotten_names_go_on_above_every_forgotten_number() -> None:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 3)), max_size=40), st.integers(0, 3))
 def test_no_number_is_given_twice(visits: list[tuple[str, int]], limit: int) -> None:
-    names, seen = DepartedNames(limit), set()
+    names = DepartedNames(limit)
+    seen: set[tuple[str, int]] = set()
     for name, replacements in visits:
         first = names.come_back(name)
         given_now = {(name, first + i) for i in range(replacements + 1)}

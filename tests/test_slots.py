@@ -143,6 +143,14 @@ def test_a_full_host_whose_adapters_are_in_use_refuses_and_recovers() -> None:
     assert held.retired
 
 
+def test_an_adapter_of_a_batch_in_flight_is_not_evicted_from_the_host() -> None:
+    table = table_with("a", max_cpu_loras=1)
+    table.place([table.current("a")])
+    with pytest.raises(AdapterCapacityError, match="in use"):
+        table.put("b", ADAPTER)
+    assert [v.name for v in table] == ["a"]
+
+
 def test_the_host_evicts_what_was_used_longest_ago() -> None:
     table = table_with("a", "b", "c", max_cpu_loras=3)
     table.release(table.acquire("a"))
