@@ -1,0 +1,195 @@
+"""Loading, replacing and unloading adapters while requests run, and what is told of each."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace as replaced
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from ..layer.adapter import Adapter
+from ..layer.engine import Engine
+from ..layer.errors import (
+    AdapterAlreadyLoadedError,
+    AdapterBusyError,
+    AdapterError,
+    AdapterNotLoadedError,
+    AdapterRefusedError,
+)
+from ..layer.slots import AdapterTable, AdapterVersion, check_name
+from .adapter_roots import AdapterRoots
+from .engine_thread import EngineThread
+
+log = logging.getLogger(__name__)
+
+AdapterReader = Callable[[Path], Adapter]
+"""Parses and validates the adapter in a folder; raises ``AdapterError``."""
+
+
+class AdapterRegistry:
+    """The adapters of one service, by name; used on the event loop alone.
+
+    Parsing runs on a thread of its own, one adapter at a time. Loads and unloads of one name wait
+    for each other; whatever fails leaves everything as it was.
+    """
+
+    def __init__(self, table: AdapterTable, engine: EngineThread, roots: AdapterRoots, read: AdapterReader) -> None:
+        self.table = table
+        self.roots = roots
+        self._engine = engine
+        self._read = read
+        self._readers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moelet-adapters")
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._released = asyncio.Event()
+
+    def load_at_start(self, name: str, path: Path) -> AdapterVersion:
+        """Load an adapter named on the command line, from anywhere, before the event loop runs."""
+        return self.table.put(name, replaced(self._read(path), path=path))
+
+    async def load(
+        self, name: str, sent: str, *, param: str, pinned: bool | None = None, replace: bool = False
+    ) -> tuple[AdapterVersion, bool]:
+        """Load the adapter at the path that a client sent; (its version, whether the name is new).
+
+        The next ``acquire`` gets this version. ``pinned`` None keeps what a replaced version had.
+        Raises ``RequestError`` and every ``AdapterError`` but ``AdapterNotLoadedError``.
+        """
+        check_name(name)
+        self.roots.check_enabled()
+        async with self._lock(name):
+            current = self.find(name)
+            if current is not None and not replace:
+                raise AdapterAlreadyLoadedError(
+                    f"the adapter {name!r} is loaded already, as version {current.version}: "
+                    "set load_inplace to true to replace it"
+                )
+            folder = self.roots.resolve(sent, param)
+            adapter = await asyncio.get_running_loop().run_in_executor(
+                self._readers, partial(self._read_for_client, folder, sent)
+            )
+            if pinned is None:
+                pinned = current is not None and current.pinned
+            version = self.table.put(name, adapter, pinned=pinned, replace=replace)
+            self.settle()
+            log.info("loaded adapter %s, version %d, from %s", name, version.version, folder)
+            return version, current is None
+
+    async def unload(self, name: str, timeout_s: float) -> dict[str, Any]:
+        """Unload ``name`` once no request holds it, waiting up to ``timeout_s``; its last record.
+
+        Raises ``AdapterNotLoadedError``, or ``AdapterBusyError`` saying how many requests hold it still.
+        """
+        async with self._lock(name):
+            version = self.table.begin_drain(name)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    while self.in_flight(name):
+                        self._released.clear()
+                        await self._released.wait()
+            except TimeoutError:
+                holding = self.in_flight(name)
+                raise AdapterBusyError(
+                    f"the adapter {name!r} was not unloaded: after {timeout_s:g} s "
+                    f"{holding} request{' still holds' if holding == 1 else 's still hold'} it",
+                    holding,
+                ) from None
+            finally:
+                self.table.cancel_drain(name)
+            record = self.record(version)
+            self.table.remove(name)
+            self.settle()
+            log.info("unloaded adapter %s, version %d", name, version.version)
+            return record
+
+    def find(self, name: str) -> AdapterVersion | None:
+        """The current version of ``name``, or None."""
+        try:
+            return self.table.current(name)
+        except AdapterNotLoadedError:
+            return None
+
+    def acquire(self, names: tuple[str, ...]) -> tuple[AdapterVersion, ...]:
+        """The current version of each of ``names``, all held, or none. Raises ``AdapterNotLoadedError``."""
+        held: list[AdapterVersion] = []
+        try:
+            for name in names:
+                held.append(self.table.acquire(name))
+        except AdapterNotLoadedError:
+            self.release(tuple(held))
+            raise
+        return tuple(held)
+
+    def release(self, versions: tuple[AdapterVersion, ...]) -> None:
+        """One request lets go of each of ``versions``."""
+        for version in versions:
+            self.table.release(version)
+        self.settle()
+
+    def settle(self) -> None:
+        """Have the engine clear the slots of versions that are gone, and wake whoever waits for a release."""
+        for slot in self.table.take_freed():
+            self._engine.submit(partial(_clear, slot)).add_done_callback(_log_failure)
+        self._released.set()
+
+    def in_flight(self, name: str) -> int:
+        """Requests that hold any version of ``name``."""
+        return self.in_flight_by_name().get(name, 0)
+
+    def in_flight_by_name(self) -> dict[str, int]:
+        """Requests in flight of each name that is loaded or still held."""
+        counts: dict[str, int] = {}
+        for version in (*self.table, *self.table.retired):
+            counts[version.name] = counts.get(version.name, 0) + version.in_flight
+        return counts
+
+    def record(self, version: AdapterVersion) -> dict[str, Any]:
+        """What is told of a loaded adapter."""
+        adapter = version.adapter
+        on_gpu = version.slot is not None and self._engine.device.startswith("cuda")
+        return {
+            "name": version.name,
+            "version": version.version,
+            "path": str(adapter.path),
+            "rank": adapter.rank,
+            "lora_alpha": adapter.lora_alpha,
+            "scaling": adapter.scaling,
+            "layout": adapter.layout.value,
+            "layers": sorted(adapter.layers),
+            "targets": list(adapter.targets),
+            "bytes": adapter.nbytes,
+            "resident": "gpu" if on_gpu else "host",
+            "slot": version.slot,
+            "in_flight": self.in_flight(version.name),
+            "pinned": version.pinned,
+            "ignored_keys": list(adapter.ignored_keys),
+        }
+
+    def close(self) -> None:
+        """End the parsing thread."""
+        self._readers.shutdown()
+
+    def _lock(self, name: str) -> asyncio.Lock:
+        return self._locks.setdefault(name, asyncio.Lock())
+
+    def _read_for_client(self, folder: Path, sent: str) -> Adapter:
+        """Parse the adapter; what is told of it knows its path as the client wrote it."""
+        try:
+            adapter = self._read(folder)
+        except AdapterError as error:
+            error.args = (str(error).replace(str(folder), sent),)
+            raise
+        except OSError as error:
+            raise AdapterRefusedError(sent, "files that can be read", error.strerror or "an I/O error") from error
+        return replaced(adapter, path=Path(sent))
+
+
+def _clear(slot: int, engine: Engine) -> None:
+    engine.remove_adapter(slot)
+
+
+def _log_failure(future: "Future[None]") -> None:
+    if not future.cancelled() and (error := future.exception()) is not None:
+        log.error("clearing an adapter slot failed: %s", error)

@@ -1,0 +1,60 @@
+"""The ASGI application: routes, error shape, body limit and request ids around one service."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+from starlette.types import ASGIApp
+
+from .. import __version__
+from .body import BodyLimitMiddleware
+from .errors import install_error_handlers
+from .request_id import RequestIdMiddleware
+from .routes import adapters, forward, health, layers
+from .schemas import BODIES, ErrorBody, ForwardAnswer
+from .service import MoeService
+
+
+def create_app(service: MoeService, *, max_body_bytes: int) -> ASGIApp:
+    """The whole application; its lifespan starts and stops ``service``.
+
+    The middlewares are plain ASGI and lie around FastAPI, so that its own error answers carry the
+    request id as well.
+    """
+    return RequestIdMiddleware(BodyLimitMiddleware(routed(service), max_body_bytes))
+
+
+def routed(service: MoeService) -> FastAPI:
+    """The routes over ``service``, without the middlewares."""
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        await service.start()
+        yield
+        await service.stop()
+
+    app = FastAPI(title="moelet", version=__version__, lifespan=lifespan, redirect_slashes=False, redoc_url=None)
+    app.state.service = service
+    install_error_handlers(app)
+    app.add_route(forward.PATH, forward.forward, methods=["POST"])
+    for part in (health, layers, adapters):
+        app.include_router(part.router)
+    app.openapi = lambda: app.openapi_schema or describe(app)  # type: ignore[method-assign]
+    return app
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document, with the routes and bodies that FastAPI does not see."""
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    document["paths"][forward.PATH] = forward.describe()
+    models = [(kind, "validation") for kind in (*BODIES, ForwardAnswer, ErrorBody)]
+    _, extra = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    document.setdefault("components", {}).setdefault("schemas", {}).update(extra["$defs"])
+    for path in document["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+    app.openapi_schema = document
+    return document

@@ -1,0 +1,54 @@
+"""One forward as a client asked for it, whatever the protocol it came by."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..layer.engine import LayerBatch
+from ..layer.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A checked forward, its adapters still names.
+
+    ``batch``        what to compute, its ``token_slots`` open
+    ``names``        the adapters asked for, each once
+    ``token_names``  int64 ``[T]``, which of ``names`` each token uses, -1 for none; None: no adapter at all
+    """
+
+    batch: LayerBatch
+    names: tuple[str, ...] = ()
+    token_names: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a forward came to: bf16 ``[T, H]``, and the version of each adapter that took part."""
+
+    layer: int
+    hidden_states: Tensor
+    adapter_versions: dict[str, int]
+
+
+def name_tokens(
+    num_tokens: int, adapter: str | None, adapters: Sequence[str | None] | None
+) -> tuple[tuple[str, ...], Tensor | None]:
+    """``Call.names`` and ``Call.token_names`` from one name for all tokens, or from one for each.
+
+    Raises ``RequestError`` when both are given or there is not one for each token.
+    """
+    if adapter is not None and adapters is not None:
+        raise RequestError("send adapter for all tokens or adapters for each, not both", "adapters")
+    if adapter is not None:
+        return (adapter,), torch.zeros(num_tokens, dtype=torch.int64)
+    if adapters is None:
+        return (), None
+    if len(adapters) != num_tokens:
+        raise RequestError(f"adapters should name one for each of {num_tokens} tokens, got {len(adapters)}", "adapters")
+    places = {name: i for i, name in enumerate(dict.fromkeys(name for name in adapters if name is not None))}
+    if not places:
+        return (), None
+    return tuple(places), torch.tensor([-1 if name is None else places[name] for name in adapters])

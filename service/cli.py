@@ -1,0 +1,135 @@
+"""The ``moelet`` command; it imports torch only in the commands that need it."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+
+from .. import __version__
+
+app = typer.Typer(
+    name="moelet",
+    help="Serve mixture-of-experts layers with hot-swappable LoRA adapters.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[1])
+"""click's ``UsageError``, wherever typer keeps it."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; the exit code. What is wrong with it is one sentence on stderr and code 2."""
+    try:
+        code = app(arguments, standalone_mode=False)
+    except UsageError as error:
+        return complain(error.format_message())
+    except typer.Abort:
+        return 130
+    return code if isinstance(code, int) else 0
+
+
+def complain(sentence: str) -> int:
+    """Say what is wrong on stderr; the exit code 2."""
+    print(f"moelet: {' '.join(sentence.split())}", file=sys.stderr)
+    return 2
+
+
+def print_version(wanted: bool) -> None:
+    """Print the version and end."""
+    if wanted:
+        print(f"moelet {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def moelet(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Serve mixture-of-experts layers with hot-swappable LoRA adapters."""
+
+
+@app.command()
+def serve(
+    checkpoint: Annotated[Path | None, typer.Argument(help="Folder of a Hugging Face checkpoint.")] = None,
+    demo: Annotated[bool | None, typer.Option("--demo", help="Serve a small checkpoint and two adapters.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on, 0 for any free one (8000).")] = None,
+    uds: Annotated[Path | None, typer.Option(help="Unix socket to listen on, instead of host and port.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N (auto).")] = None,
+    layers: Annotated[str | None, typer.Option(help="MoE layers to serve, such as 0-3,7 (all).")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Name of the model (the folder's).")] = None,
+    adapter: Annotated[list[str] | None, typer.Option(metavar="NAME=PATH", help="Adapter to load; repeatable.")] = None,
+    adapter_root: Annotated[
+        list[Path] | None, typer.Option(help="Folder below which clients may load adapters; repeatable.")
+    ] = None,
+    max_loras: Annotated[int | None, typer.Option(help="Adapter slots in the engine (8).")] = None,
+    max_cpu_loras: Annotated[int | None, typer.Option(help="Adapters loaded at most (32).")] = None,
+    max_lora_rank: Annotated[int | None, typer.Option(help="Largest rank of an adapter (64).")] = None,
+    max_decode_tokens: Annotated[int | None, typer.Option(help="GPU: largest captured batch (256).")] = None,
+    decode_shapes: Annotated[str | None, typer.Option(help="GPU: batch sizes to capture, such as 1,2,4.")] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(help="GPU: auto, single_stream, two_stream or two_stream_overlap_down (auto)."),
+    ] = None,
+    max_body_mb: Annotated[float | None, typer.Option(help="Largest request body, in 2^20 bytes (64).")] = None,
+    log_format: Annotated[str | None, typer.Option(help="text or json (text).")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error (info).")] = None,
+) -> int:
+    """Serve the MoE layers of a checkpoint over HTTP.
+
+    Every option is also MOELET_<NAME> in the environment (lists there are separated by commas); the option wins.
+    """
+    options = dict(locals())
+    from ..layer.errors import MoeletError
+    from .logs import configure_logs
+    from .settings import Settings
+
+    try:
+        settings = Settings.read(**options)
+        configure_logs(settings.log_format, settings.log_level)
+        from .server import serve as run
+
+        return run(settings)
+    except MoeletError as error:
+        return complain(str(error))
+
+
+@app.command()
+def demo(directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write into.")]) -> int:
+    """Write the demo checkpoint and its adapters."""
+    from ..layer.demo import write_demo
+    from ..layer.errors import MoeletError
+
+    try:
+        paths = write_demo(directory)
+    except (MoeletError, OSError) as error:
+        return complain(f"the demo cannot be written to {directory}: {error}")
+    print(f"checkpoint {paths.checkpoint}")
+    for name, path in paths.adapters.items():
+        print(f"adapter {name} {path}")
+    return 0
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="Folder of a checkpoint or an adapter.")],
+    base: Annotated[Path | None, typer.Option(help="Checkpoint that an adapter is for.")] = None,
+    max_loras: Annotated[int, typer.Option(help="Adapter slots to count with.")] = 8,
+    max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter.")] = 64,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Tell what a checkpoint or adapter is, layer by layer, without serving it."""
+    from ..layer.errors import MoeletError
+    from . import inspection
+
+    try:
+        report = inspection.inspect(path, base, max_loras=max_loras, max_lora_rank=max_lora_rank)
+    except MoeletError as error:
+        return complain(str(error))
+    print(inspection.as_json(report)) if json else inspection.show(report)
+    return 0

@@ -1,0 +1,138 @@
+"""Turns every error into a status and the one JSON shape that all answers but 2xx have."""
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+import orjson
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..layer.errors import (
+    AdapterBusyError,
+    AdapterCapacityError,
+    AdapterError,
+    AdapterForbiddenError,
+    AdapterNotFoundError,
+    AdapterNotLoadedError,
+    EngineFailedError,
+    LayerNotServedError,
+    MoeletError,
+    RequestError,
+)
+
+
+class BodyTooLargeError(MoeletError):
+    """The request's body is larger than ``--max-body-mb`` allows."""
+
+
+class UnavailableError(MoeletError):
+    """The service takes no work at this moment; ``retry_after_s`` says when to ask again."""
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+STATUSES: tuple[tuple[type[MoeletError], int], ...] = (
+    (LayerNotServedError, 404),
+    (RequestError, 400),
+    (AdapterNotFoundError, 404),
+    (AdapterNotLoadedError, 404),
+    (AdapterForbiddenError, 403),
+    (AdapterBusyError, 409),
+    (AdapterCapacityError, 409),
+    (AdapterError, 400),
+    (BodyTooLargeError, 413),
+    (UnavailableError, 503),
+    (EngineFailedError, 503),
+)
+"""The first class that an error is an instance of gives its status; any other error is 500."""
+
+TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    409: "ConflictError",
+    413: "RequestTooLargeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+    504: "TimeoutError",
+}
+
+
+def status_of(error: Exception) -> int:
+    """The HTTP status that ``error`` is answered with."""
+    return next((status for kind, status in STATUSES if isinstance(error, kind)), 500)
+
+
+def error_body(status: int, message: str, param: str | None = None) -> bytes:
+    """``{"error": {"message", "type", "param", "code"}}`` as JSON."""
+    kind = TYPES.get(status) or HTTPStatus(status).phrase.title().replace(" ", "") + "Error"
+    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}})
+
+
+def error_response(
+    status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+) -> Response:
+    """An answer in the one error shape."""
+    return Response(
+        error_body(status, message, param), status, media_type="application/json", headers=dict(headers or {})
+    )
+
+
+def response_for(error: Exception) -> Response:
+    """The answer to a request that ended in ``error``; what is not ours tells nothing of the inside."""
+    if not isinstance(error, MoeletError):
+        return error_response(500, "an unexpected error happened in the service; its log has the details")
+    headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, UnavailableError) else None
+    return error_response(status_of(error), str(error), getattr(error, "param", None), headers)
+
+
+def validation_sentence(errors: list[Any]) -> tuple[str, str | None]:
+    """The first of pydantic's findings as (sentence, field)."""
+    first = errors[0]
+    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    param = ".".join(place) or None
+    if first["type"] == "missing":
+        return f"{param} is required and was not sent", param
+    if first["type"] == "json_invalid":
+        return f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}", None
+    text = first["msg"][:1].lower() + first["msg"][1:]
+    came = repr(first.get("input"))
+    return f"{param or 'the body'}: {text}, got {came if len(came) <= 80 else came[:77] + '...'}", param
+
+
+def request_error(error: ValidationError) -> RequestError:
+    """What pydantic found wrong with a body, as a ``RequestError``."""
+    return RequestError(*validation_sentence(list(error.errors(include_url=False))))
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Register the handlers that give every error of ``app`` its status and shape."""
+
+    async def on_error(_request: Request, error: Exception) -> Response:
+        return response_for(error)
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        where = f"{request.method} {request.scope['path']}"
+        message = {404: f"there is no {where} here", 405: f"{where} is not allowed here"}.get(
+            error.status_code, str(error.detail)
+        )
+        return error_response(error.status_code, message, headers=error.headers)
+
+    async def on_validation(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(400, *validation_sentence(list(error.errors())))
+
+    app.add_exception_handler(MoeletError, on_error)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(RequestValidationError, on_validation)
+    app.add_exception_handler(Exception, on_error)

@@ -1,0 +1,103 @@
+"""What ``moelet inspect`` prints: a report of a checkpoint or an adapter, as tables or as JSON."""
+
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from ..layer.adapter_loading import load_adapter
+from ..layer.checkpoint import open_checkpoint
+from ..layer.errors import AdapterNotFoundError, ConfigurationError
+from ..layer.report import AdapterReport, CheckpointReport, adapter_report, checkpoint_report
+
+Report = CheckpointReport | AdapterReport
+
+
+def inspect(path: Path, base: Path | None, *, max_loras: int, max_lora_rank: int) -> Report:
+    """The report of the checkpoint or adapter at ``path``; an adapter is read against ``base``, by default
+    the ``base_model_name_or_path`` that it names, where that is a folder here. Raises ``MoeletError``."""
+    if not (path / "adapter_config.json").exists():
+        opened = open_checkpoint(path)
+        nbytes = {index: opened.layer_nbytes(index) for index in opened.model.layers}
+        return checkpoint_report(opened.model, nbytes, opened.notes, max_loras=max_loras, max_lora_rank=max_lora_rank)
+    model = open_checkpoint(base or named_base(path)).model
+    return adapter_report(load_adapter(path, model, max_rank=max_lora_rank), model)
+
+
+def named_base(adapter: Path) -> Path:
+    """The folder that an adapter names as its base. Raises ``ConfigurationError`` where it names none."""
+    try:
+        config = orjson.loads((adapter / "adapter_config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise AdapterNotFoundError(f"adapter_config.json in {adapter} cannot be read: {error}") from None
+    named = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    if isinstance(named, str) and Path(named, "config.json").is_file():
+        return Path(named)
+    raise ConfigurationError(
+        f"an adapter is inspected against its checkpoint, and {named!r} is no checkpoint folder here: "
+        "pass its folder with --base"
+    )
+
+
+def as_json(report: Report) -> str:
+    """``report`` as indented JSON."""
+    return json.dumps(asdict(report), indent=2, default=str)
+
+
+def show(report: Report) -> None:
+    """Print ``report`` as tables."""
+    console = Console()
+    facts = Table(show_header=False, box=None)
+    for field in fields(report):
+        value = getattr(report, field.name)
+        if not isinstance(value, tuple) and value is not None:
+            facts.add_row(words(field.name), number(field.name, value))
+    console.print(facts)
+    if isinstance(report, CheckpointReport):
+        console.print(table("MoE layers", [asdict(layer) for layer in report.layers]))
+        console.print(table("not served", [asdict(skipped) for skipped in report.skipped]))
+        console.print(table("notes", [{"note": note} for note in report.notes]))
+        return
+    rows = [{"layer": layer.index, **asdict(part)} for layer in report.layers for part in layer.projections]
+    console.print(table("projections", rows))
+    console.print(table("ignored keys", [asdict(ignored) for ignored in report.ignored]))
+    console.print(table("does not fit the base", [{"reason": reason} for reason in report.refused]))
+
+
+def table(title: str, rows: list[dict[str, Any]]) -> Table | str:
+    """``rows``, all of the same keys."""
+    if not rows:
+        return ""
+    shown = Table(title=title, title_justify="left")
+    for name in rows[0]:
+        shown.add_column(words(name), overflow="fold")
+    for row in rows:
+        shown.add_row(*(number(name, value) for name, value in row.items()))
+    return shown
+
+
+def words(name: str) -> str:
+    """A field's name for people."""
+    return name.replace("_", " ")
+
+
+def number(name: str, value: Any) -> str:
+    """A value for people: bytes in binary units, lists joined."""
+    if name == "bytes" or name.endswith("_bytes"):
+        return human_bytes(value)
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def human_bytes(count: int) -> str:
+    """``1536`` as ``1.5 KiB``."""
+    size, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
+    unit = next(units)
+    while size >= 1024 and (larger := next(units, None)):
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

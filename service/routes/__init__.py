@@ -1,0 +1,1 @@
+"""The native endpoints, a file a concern."""

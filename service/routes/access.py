@@ -1,0 +1,38 @@
+"""What every route needs: the service behind the application, and a body as a checked model."""
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from ..errors import request_error
+from ..schemas import ErrorBody
+from ..service import MoeService
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def service_of(request: Request) -> MoeService:
+    """The service that the application of ``request`` serves."""
+    service = request.app.state.service
+    assert isinstance(service, MoeService)
+    return service
+
+
+async def read_body(request: Request, kind: type[Body]) -> Body:
+    """The JSON body as a ``kind``, whatever content type it came with. Raises ``RequestError``."""
+    try:
+        return kind.model_validate_json(await request.body())
+    except ValidationError as error:
+        raise request_error(error) from None
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The error answers of a route, for OpenAPI."""
+    return {status: {"model": ErrorBody} for status in statuses}
+
+
+def takes(kind: type[BaseModel]) -> dict[str, Any]:
+    """That a route's body is a ``kind``, for OpenAPI."""
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

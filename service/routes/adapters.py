@@ -1,0 +1,83 @@
+"""Loading, listing and unloading adapters, as REST and as vLLM spells it."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+
+from ...layer.slots import check_name
+from ..schemas import AdapterList, AdapterRecord, LoadLoraAdapter, PutAdapter, UnloadLoraAdapter
+from .access import errors, read_body, service_of, takes
+
+router = APIRouter(tags=["adapters"])
+
+UNLOAD_TIMEOUT_S = 30.0
+Timeout = Annotated[float, Query(ge=0, le=600, description="how long to wait for requests that hold the adapter")]
+
+
+@router.post(
+    "/v1/load_lora_adapter",
+    response_class=PlainTextResponse,
+    responses=errors(400, 403, 404, 409),
+    openapi_extra=takes(LoadLoraAdapter),
+)
+async def load_lora_adapter(request: Request) -> PlainTextResponse:
+    """Load an adapter; the next call sees its weights."""
+    service = service_of(request)
+    with service.metrics.adapter_load():
+        body = await read_body(request, LoadLoraAdapter)
+        await service.adapters.load(
+            body.lora_name, body.lora_path, param="lora_path", pinned=body.pinned, replace=body.load_inplace
+        )
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post(
+    "/v1/unload_lora_adapter",
+    response_class=PlainTextResponse,
+    responses=errors(400, 404, 409),
+    openapi_extra=takes(UnloadLoraAdapter),
+)
+async def unload_lora_adapter(request: Request) -> PlainTextResponse:
+    """Unload an adapter once no request holds it."""
+    body = await read_body(request, UnloadLoraAdapter)
+    check_name(body.lora_name)
+    await service_of(request).adapters.unload(body.lora_name, UNLOAD_TIMEOUT_S)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+@router.get("/v1/adapters")
+async def list_adapters(request: Request) -> AdapterList:
+    """Every loaded adapter, by name."""
+    adapters = service_of(request).adapters
+    return AdapterList.model_validate({"adapters": [adapters.record(version) for version in adapters.table]})
+
+
+@router.get("/v1/adapters/{name}", responses=errors(404))
+async def get_adapter(request: Request, name: str) -> AdapterRecord:
+    """One loaded adapter."""
+    adapters = service_of(request).adapters
+    return AdapterRecord.model_validate(adapters.record(adapters.table.current(name)))
+
+
+@router.put(
+    "/v1/adapters/{name}",
+    responses={201: {"model": AdapterRecord}, **errors(400, 403, 404, 409)},
+    openapi_extra=takes(PutAdapter),
+)
+async def put_adapter(request: Request, response: Response, name: str) -> AdapterRecord:
+    """Load an adapter (201) or replace it by a new version (200); the next call sees its weights."""
+    service = service_of(request)
+    with service.metrics.adapter_load():
+        check_name(name, "name")
+        body = await read_body(request, PutAdapter)
+        version, created = await service.adapters.load(name, body.path, param="path", pinned=body.pinned, replace=True)
+    response.status_code = 201 if created else 200
+    return AdapterRecord.model_validate(service.adapters.record(version))
+
+
+@router.delete("/v1/adapters/{name}", responses=errors(400, 404, 409))
+async def delete_adapter(request: Request, name: str, timeout_s: Timeout = UNLOAD_TIMEOUT_S) -> AdapterRecord:
+    """Unload an adapter once no request holds it; 409 and nothing changed when that takes longer."""
+    return AdapterRecord.model_validate(await service_of(request).adapters.unload(name, timeout_s))

@@ -1,0 +1,50 @@
+"""The forward of one layer in JSON: a plain route, outside FastAPI's per-call machinery."""
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..forward_json import parse_forward, render_forward
+from ..schemas import ErrorBody, ForwardAnswer, ForwardRequest
+from .access import service_of, takes
+
+PATH = "/v1/layers/{layer}/forward"
+
+
+async def forward(request: Request) -> Response:
+    """Compute one layer over the tokens of the body."""
+    service = service_of(request)
+    with service.metrics.forward() as watch:
+        spec = service.layer(request.path_params["layer"])
+        watch.layer = str(spec.index)
+        service.lifecycle.check_admission()
+        call = parse_forward(await request.body(), spec)
+        watch.num_tokens = call.batch.num_tokens
+        body = render_forward(await service.forward(call))
+    return Response(body, media_type="application/json")
+
+
+def describe() -> dict[str, Any]:
+    """The OpenAPI description of the route, which FastAPI does not see."""
+
+    def answer(kind: type, text: str) -> dict[str, Any]:
+        schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+        return {"description": text, "content": {"application/json": {"schema": schema}}}
+
+    failures = {400: "Malformed or contradictory", 404: "No such layer or adapter", 413: "Body too large"}
+    failures |= {500: "The engine failed this call", 503: "No work is taken now"}
+    return {
+        "post": {
+            "tags": ["layers"],
+            "summary": "Forward",
+            "description": "Compute one layer over some tokens. " + (ForwardRequest.__doc__ or ""),
+            "operationId": "forward",
+            "parameters": [{"name": "layer", "in": "path", "required": True, "schema": {"type": "integer"}}],
+            **takes(ForwardRequest),
+            "responses": {
+                "200": answer(ForwardAnswer, "The layer's output"),
+                **{str(status): answer(ErrorBody, text) for status, text in failures.items()},
+            },
+        }
+    }

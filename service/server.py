@@ -1,0 +1,174 @@
+"""Runs the application under uvicorn with signal handling of its own: drain, finish, exit 0."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from ..layer.errors import ConfigurationError
+from .app import create_app
+from .body import MIB
+from .service import MoeService
+from .settings import Settings
+from .startup import open_service
+
+log = logging.getLogger(__name__)
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def serve(settings: Settings) -> int:
+    """Serve until a signal or a failure of the engine; the exit code.
+
+    Raises ``MoeletError`` for whatever stands in the way of starting, before the port opens.
+    """
+    with exit_on_signal(), bound(settings) as listener:
+        service = open_service(settings)
+        config = uvicorn.Config(
+            create_app(service, max_body_bytes=int(settings.max_body_mb * MIB)),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="on",
+        )
+        listen(listener, config.backlog)
+        log.info("serving on %s", address(listener))
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(Server(config, service).serve(sockets=[listener]))
+        return 1 if service.lifecycle.failure is not None else 0
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which on the first signal drains before it closes its listener.
+
+    While it drains the listener still answers: ``/ready`` and new forwards with 503. A second
+    signal ends the process at once, with 128 + the signal's number.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: MoeService) -> None:
+        super().__init__(config)
+        self.service = service
+        self._stopping: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Listen to ``SIGNALS`` while the loop runs; nothing is raised again afterwards."""
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self.on_signal, number)
+        try:
+            yield
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def on_signal(self, number: signal.Signals) -> None:
+        """Drain on the first, end on the second."""
+        if self._stopping is not None:
+            log.warning("a second %s: ending at once", number.name)
+            os._exit(128 + number)
+        log.info("%s: draining, %d requests in flight", number.name, self.service.lifecycle.in_flight)
+        self.service.lifecycle.begin_drain()
+        self._stopping = asyncio.get_running_loop().create_task(self._stop_when_idle())
+
+    async def on_tick(self, counter: int) -> bool:
+        """Stop as well once the engine has failed: only a new process can recover."""
+        if self.service.lifecycle.failure is not None:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    async def _stop_when_idle(self) -> None:
+        await self.service.lifecycle.idle()
+        self.should_exit = True
+
+
+@contextmanager
+def exit_on_signal() -> Iterator[None]:
+    """Let a signal that comes before the loop runs end the process quietly, with exit code 0."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(0)
+
+    before = {number: signal.signal(number, stop) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def bound(settings: Settings) -> Iterator[socket.socket]:
+    """The address of ``settings``, bound and not yet listening, so that one in use is found before loading."""
+    listener = bind_path(settings.uds) if settings.uds else bind_port(settings.host, settings.port)
+    try:
+        yield listener
+    finally:
+        listener.close()
+        if settings.uds:
+            settings.uds.unlink(missing_ok=True)
+
+
+def bind_port(host: str, port: int) -> socket.socket:
+    """A TCP socket bound to ``host`` and ``port``. Raises ``ConfigurationError``."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigurationError(f"--host {host} is no address of this machine: {error.strerror}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigurationError(
+            f"cannot listen on {host} port {port}: {error.strerror}; stop what uses it or pass another --port"
+        ) from None
+    return listener
+
+
+def bind_path(path: Path) -> socket.socket:
+    """A Unix socket bound to ``path``, in the place of one that nobody serves any more."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.exists() and stat.S_ISSOCK(path.stat().st_mode) and not is_served(path):
+            path.unlink()
+        listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        raise ConfigurationError(f"cannot listen on --uds {path}: {error.strerror or error}") from None
+    return listener
+
+
+def is_served(path: Path) -> bool:
+    """Whether a process listens on the Unix socket at ``path``."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, suppress(ConnectionRefusedError):
+        probe.connect(str(path))
+        return True
+    return False
+
+
+def listen(listener: socket.socket, backlog: int) -> None:
+    """Open the port. Raises ``ConfigurationError`` when another process opened it meanwhile."""
+    try:
+        listener.listen(backlog)
+    except OSError as error:
+        raise ConfigurationError(f"cannot listen on {address(listener)}: {error.strerror}") from None
+
+
+def address(listener: socket.socket) -> str:
+    """What a client connects to."""
+    name = listener.getsockname()
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{name}"
+    host = f"[{name[0]}]" if listener.family == socket.AF_INET6 else name[0]
+    return f"http://{host}:{name[1]}"

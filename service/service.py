@@ -1,0 +1,105 @@
+"""One running service: the engine thread, the adapters, the queue and what is known of them."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ..layer.errors import EngineFailedError, LayerNotServedError
+from ..layer.slots import AdapterTable
+from ..layer.spec import LayerSpec, ModelSpec, ranges
+from .adapter_roots import AdapterRoots
+from .adapters import AdapterReader, AdapterRegistry
+from .call import Answer, Call
+from .dispatch import Dispatcher, Work
+from .engine_thread import EngineThread
+from .lifecycle import Lifecycle
+from .metrics import Metrics
+
+
+class MoeService:
+    """What the routes speak to; made before the event loop runs, then used on it alone.
+
+    ``plans`` holds what the engine said of each layer's execution plans at start.
+    """
+
+    def __init__(
+        self, engine: EngineThread, roots: AdapterRoots, read_adapter: AdapterReader, *, max_cpu_loras: int
+    ) -> None:
+        self.engine = engine
+        self.model: ModelSpec = engine.model
+        self.created = int(time.time())
+        self.lifecycle = Lifecycle()
+        self.metrics = Metrics()
+        self.adapters = AdapterRegistry(AdapterTable(engine.max_loras, max_cpu_loras), engine, roots, read_adapter)
+        self.metrics.watch_adapters(self.adapters)
+        self.plans: Mapping[int, Sequence[Mapping[str, Any]]] = engine.submit(
+            lambda opened: {index: list(opened.plans(index)) for index in opened.model.layers}
+        ).result()
+        self._dispatcher = Dispatcher(engine, self.adapters, self.metrics)
+
+    async def start(self) -> None:
+        """Begin to answer forwards, on the running event loop."""
+        loop = asyncio.get_running_loop()
+
+        def on_failure(error: EngineFailedError) -> None:
+            loop.call_soon_threadsafe(self._fail, error)
+
+        self.engine.on_failure = on_failure
+        self._dispatcher.start()
+        self.lifecycle.started = True
+
+    async def stop(self) -> None:
+        """End every thread; call once nothing is in flight."""
+        self.lifecycle.begin_drain()
+        await self._dispatcher.stop()
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """End the threads and free the engine."""
+        self.adapters.close()
+        self.engine.close()
+
+    def layer(self, number: str) -> LayerSpec:
+        """The spec of the layer that a path names. Raises ``LayerNotServedError``."""
+        if not (number.isascii() and number.isdecimal() and len(number) <= 9):
+            served = ranges(self.model.layers)
+            raise LayerNotServedError(f"{number!r} is no layer number; the layers served are {served}", "layer")
+        return self.model.layer(int(number))
+
+    async def forward(self, call: Call) -> Answer:
+        """Run ``call`` with the adapter versions that are current now.
+
+        Raises ``UnavailableError`` or ``EngineFailedError`` when no work is taken, ``AdapterNotLoadedError``,
+        and what the engine raises.
+        """
+        with self.lifecycle.admit():
+            versions = self.adapters.acquire(call.names)
+            answered = {version.name: version.version for version in versions}
+            if call.batch.num_tokens == 0:
+                self.adapters.release(versions)
+                return Answer(call.batch.layer, torch.empty_like(call.batch.hidden_states), answered)
+            output = await self._dispatcher.forward(Work(call.batch, versions, call.token_names))
+            return Answer(call.batch.layer, output, answered)
+
+    def describe(self) -> dict[str, Any]:
+        """What is served, layer by layer."""
+        return {
+            "model": self.model.name,
+            "model_type": self.model.model_type,
+            "device": self.engine.device,
+            "max_loras": self.engine.max_loras,
+            "max_lora_rank": self.engine.max_lora_rank,
+            "layers": [self._describe_layer(spec) for _, spec in sorted(self.model.layers.items())],
+            "skipped": dict(self.model.skipped),
+        }
+
+    def _describe_layer(self, spec: LayerSpec) -> dict[str, Any]:
+        facts = asdict(spec)
+        return {"layer": facts.pop("index"), **facts, "plans": list(self.plans[spec.index])}
+
+    def _fail(self, error: EngineFailedError) -> None:
+        self.lifecycle.failure = error

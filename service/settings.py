@@ -1,0 +1,136 @@
+"""Every setting of ``serve``, read once from options and ``MOELET_…`` and checked before anything is opened."""
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from ..layer.errors import ConfigurationError
+from .logs import LogFormat, LogLevel
+
+ENV_PREFIX = "MOELET_"
+OTHER_VARIABLES = frozenset({"MOELET_CACHE_DIR"})
+"""Variables of ours that are no option of ``serve``."""
+
+Plan = Literal["auto", "single_stream", "two_stream", "two_stream_overlap_down"]
+
+
+def layer_numbers(value: Any) -> Any:
+    """``"0-3,7"`` as ``(0, 1, 2, 3, 7)``."""
+    if not isinstance(value, str):
+        return value
+    numbers: set[int] = set()
+    for part in value.split(","):
+        match = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part, re.ASCII)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ValueError('should be layer numbers and ranges such as "0-3,7"')
+        numbers.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(sorted(numbers))
+
+
+def comma_separated(value: Any) -> Any:
+    """A string split at commas; anything else as it is."""
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+def named_paths(value: Any) -> Any:
+    """``["NAME=PATH", …]`` as ``((name, path), …)``."""
+    pairs = []
+    for item in comma_separated(value):
+        if isinstance(item, str):
+            name, equals, path = item.partition("=")
+            if not (name and equals and path):
+                raise ValueError("should be NAME=PATH")
+            item = (name, Path(path))
+        pairs.append(item)
+    names = [name for name, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"names {twice} twice")
+    return tuple(pairs)
+
+
+class Settings(BaseSettings):
+    """The options of ``serve``; each is also ``MOELET_<NAME>`` in the environment, and the option wins.
+
+    ``plan``, ``max_decode_tokens`` and ``decode_shapes`` concern the GPU engine alone.
+    """
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
+
+    checkpoint: Path | None = None
+    demo: bool = False
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    uds: Path | None = None
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")
+    layers: Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(layer_numbers)] = None
+    served_model_name: str | None = Field(None, min_length=1)
+    adapter: Annotated[tuple[tuple[str, Path], ...], NoDecode, BeforeValidator(named_paths)] = ()
+    adapter_root: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(comma_separated)] = ()
+    max_loras: int = Field(8, ge=1, le=1024)
+    max_cpu_loras: int = Field(32, ge=1)
+    max_lora_rank: int = Field(64, ge=1, le=4096)
+    max_decode_tokens: int = Field(256, ge=1)
+    decode_shapes: Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(comma_separated)] = None
+    plan: Plan = "auto"
+    max_body_mb: float = Field(64.0, gt=0, allow_inf_nan=False)
+    log_format: LogFormat = "text"
+    log_level: LogLevel = "info"
+
+    @model_validator(mode="after")
+    def _one_checkpoint(self) -> Self:
+        if self.demo == (self.checkpoint is not None):
+            raise ValueError(
+                "CHECKPOINT or --demo: give one of them, and not both"
+                if self.demo
+                else "CHECKPOINT is missing: give the folder of a checkpoint, or --demo"
+            )
+        return self
+
+    @classmethod
+    def read(cls, **options: Any) -> "Settings":
+        """Settings from ``options``, the environment where an option is absent or None, and the defaults.
+
+        Raises ``ConfigurationError``: one sentence that names the option and says what it should be.
+        """
+        given = {name: value for name, value in options.items() if value is not None and value != []}
+        try:
+            return cls(**given)
+        except ValidationError as error:
+            raise ConfigurationError(_sentence(error, given)) from None
+
+    @property
+    def changed_gpu_options(self) -> tuple[str, ...]:
+        """The GPU engine's options that are not at their default, for a warning where there is no GPU."""
+        names = ("plan", "max_decode_tokens", "decode_shapes")
+        fields = type(self).model_fields
+        return tuple(_option(name) for name in names if getattr(self, name) != fields[name].default)
+
+
+def unknown_variables() -> tuple[str, ...]:
+    """``MOELET_…`` variables of the environment that nothing reads; a Kubernetes Service's are left out."""
+    known = {ENV_PREFIX + name.upper() for name in Settings.model_fields} | OTHER_VARIABLES
+    ours = {name for name in os.environ if name.startswith(ENV_PREFIX)}
+    return tuple(sorted(name for name in ours - known if not re.search(r"_SERVICE_|_PORT(_|$)", name)))
+
+
+def _option(name: str) -> str:
+    return "CHECKPOINT" if name == "checkpoint" else "--" + name.replace("_", "-")
+
+
+def _sentence(error: ValidationError, given: dict[str, Any]) -> str:
+    first = error.errors(include_url=False)[0]
+    text = first["msg"].removeprefix("Value error, ")
+    if not first["loc"]:
+        return text
+    name = str(first["loc"][0])
+    variable = ENV_PREFIX + name.upper()
+    value = given.get(name, os.environ.get(variable))
+    where = _option(name) if name in given else variable
+    hint = ""
+    if name not in given and str(value).startswith("tcp://"):
+        hint = ": Kubernetes sets it for a Service called moelet; pass --port, or set enableServiceLinks to false"
+    return f"{where}: {text[:1].lower()}{text[1:]}, got {value!r}{hint}"

@@ -1,0 +1,75 @@
+"""From settings to a service that is ready to answer: checkpoint, engine, adapters, in that order."""
+
+import logging
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ..layer.adapter_loading import load_adapter
+from ..layer.checkpoint import open_checkpoint
+from ..layer.demo import write_demo
+from ..layer.slots import check_name
+from ..layer.spec import ranges
+from .adapter_roots import AdapterRoots
+from .engine_thread import EngineThread
+from .engines import choose_device, engine_opener
+from .progress import steps
+from .service import MoeService
+from .settings import Settings, unknown_variables
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What is read: the checkpoint, the adapters loaded at start, and where clients may load from."""
+
+    checkpoint: Path
+    adapters: tuple[tuple[str, Path], ...]
+    roots: tuple[Path, ...]
+
+
+def cache_folder() -> Path:
+    """``MOELET_CACHE_DIR``, by default ``~/.cache/moelet``."""
+    return Path(os.environ.get("MOELET_CACHE_DIR") or "~/.cache/moelet").expanduser()
+
+
+def sources(settings: Settings) -> Sources:
+    """What ``settings`` name; with ``--demo`` the demo is written first, and its adapters come before others."""
+    if not settings.demo:
+        assert settings.checkpoint is not None
+        return Sources(settings.checkpoint, settings.adapter, settings.adapter_root)
+    cache = cache_folder()
+    demo = write_demo(cache / "demo")
+    adapters = {**demo.adapters, **dict(settings.adapter)}
+    return Sources(demo.checkpoint, tuple(adapters.items()), (cache, *settings.adapter_root))
+
+
+def open_service(settings: Settings) -> MoeService:
+    """Load everything that ``settings`` name. Raises ``MoeletError``: one sentence for who started it."""
+    if unknown := unknown_variables():
+        log.warning("these variables of the environment are not known and do nothing: %s", ", ".join(unknown))
+    for name, _ in settings.adapter:
+        check_name(name, "adapter")
+    device = choose_device(settings.device)
+    if device == "cpu" and settings.changed_gpu_options:
+        log.warning("serving on the CPU, where %s does nothing", " and ".join(settings.changed_gpu_options))
+    found = sources(settings)
+    roots = AdapterRoots(found.roots)
+    checkpoint = open_checkpoint(found.checkpoint, layers=settings.layers, name=settings.served_model_name)
+    for note in checkpoint.notes:
+        log.info("checkpoint: %s", note)
+    model = checkpoint.model
+    weights = {index: checkpoint.load_layer(index) for index in steps(sorted(model.layers), "loading layers")}
+    engine = EngineThread(engine_opener(settings, device, model, weights))
+    read = partial(load_adapter, model=model, max_rank=settings.max_lora_rank)
+    service = MoeService(engine, roots, read, max_cpu_loras=settings.max_cpu_loras)
+    try:
+        for name, path in steps(found.adapters, "loading adapters"):
+            service.adapters.load_at_start(name, path)
+    except BaseException:
+        service.close()
+        raise
+    log.info("layers %s of %s on %s", ranges(model.layers), model.name, device)
+    return service
