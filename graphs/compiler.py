@@ -204,7 +204,7 @@ class _Job:
             options = [option.encode() for option in self.options]
             error = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
             log = _text(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog).decode(errors="replace")
-            log = log.rstrip("\0 \n")
+            log = re.sub(r"ptxas info *: Compile time.*\n?", "", log).rstrip("\0 \n")  # the same source, the same file
             if error != 0:
                 raise CompileError(f"{self.specialisation} does not compile for {self.arch}: {_first_error(log)}", log)
             parse_resources(log, self.kernel)
