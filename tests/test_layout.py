@@ -202,6 +202,19 @@ def test_experts_in_many_steps_equal_experts_at_once(monkeypatch: pytest.MonkeyP
     assert same_bits(layout.unpack_gate_up(at_once, 32, 70, swizzled=True), w)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("swizzled", [False, True])
+def test_packing_onto_a_gpu_gives_the_same_bits(swizzled: bool) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    w = every_bit_pattern(5, 2 * 24, 70)
+    packed = layout.pack_gate_up(w, swizzled=swizzled)
+    there = layout.pack_gate_up(w, swizzled=swizzled, out=torch.empty_like(packed, device="cuda"))
+    assert same_bits(there.cpu(), packed)
+    assert same_bits(layout.pack_gate_up(w.cuda(), swizzled=swizzled).cpu(), packed)
+    assert same_bits(layout.unpack_gate_up(there, 24, 70, swizzled=swizzled).cpu(), w)
+
+
 def test_weights_that_are_a_view_pack_as_their_copy() -> None:
     w = every_bit_pattern(130, 4, 33).permute(1, 2, 0)
     assert same_bits(layout.block_major_k(w), layout.block_major_k(w.contiguous()))
