@@ -8,6 +8,7 @@ from .spec import LayerSpec, RoutingMethod, RoutingSpec
 
 _TOKEN_TILE = 32
 _EXPERT_TILE = 16
+_SIGMOID_TILE = 4096
 
 
 def gate_logits(hidden: Tensor, router: Tensor) -> Tensor:
@@ -23,8 +24,9 @@ def gate_logits(hidden: Tensor, router: Tensor) -> Tensor:
     weight = pad(router.to(dtype), (0, 0, 0, -experts % _EXPERT_TILE)).T
     rows = pad(hidden.to(dtype), (0, 0, 0, -tokens % _TOKEN_TILE))
     logits = rows.new_empty(rows.shape[0], weight.shape[1])
-    for tile, out in zip(rows.split(_TOKEN_TILE), logits.split(_TOKEN_TILE), strict=True):
-        torch.mm(tile, weight, out=out)
+    for start in range(0, tokens, _TOKEN_TILE):
+        tile = slice(start, start + _TOKEN_TILE)
+        torch.mm(rows[tile], weight, out=logits[tile])
     return logits[:tokens, :experts].contiguous()
 
 
@@ -52,7 +54,7 @@ def route(logits: Tensor, spec: LayerSpec, correction_bias: Tensor | None = None
             ids = _best(logits, spec.top_k)
             weights = logits.gather(1, ids).softmax(dim=-1)
         case RoutingMethod.SIGMOID_GROUPED:
-            scores = logits.sigmoid()
+            scores = _sigmoid(logits)
             ids = _best(_choice_scores(scores, spec.routing, correction_bias), spec.top_k)
             weights = _renormalized(scores.gather(1, ids), spec.routing, epsilon=1e-20)
     weights = weights * spec.routing.routed_scaling_factor
@@ -62,6 +64,17 @@ def route(logits: Tensor, spec: LayerSpec, correction_bias: Tensor | None = None
 
 def _working_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _sigmoid(logits: Tensor) -> Tensor:
+    # torch computes the tail of a tensor, and of each thread's share, with another exp than its
+    # vectorised body; pieces of one size, small enough for one thread, have no tail.
+    flat = pad(logits.flatten(), (0, -logits.numel() % _SIGMOID_TILE))
+    scores = torch.empty_like(flat)
+    for start in range(0, flat.numel(), _SIGMOID_TILE):
+        tile = slice(start, start + _SIGMOID_TILE)
+        torch.sigmoid(flat[tile], out=scores[tile])
+    return scores[: logits.numel()].reshape(logits.shape)
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
@@ -86,7 +99,7 @@ def _choice_scores(scores: Tensor, routing: RoutingSpec, correction_bias: Tensor
         scores = scores + correction_bias.to(scores.dtype)
     if routing.num_groups == 1:
         return scores
-    grouped = scores.unflatten(1, (routing.num_groups, -1))
+    grouped = scores.reshape(len(scores), routing.num_groups, scores.shape[1] // routing.num_groups)
     best_two = grouped.topk(2, dim=-1).values
     kept = _best(best_two[..., 0] + best_two[..., 1], routing.topk_groups)
     dropped = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, kept, False)
