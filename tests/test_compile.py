@@ -1,0 +1,34 @@
+"""Every specialisation of every kernel compiles to a Hopper cubin with no GPU, in registers alone."""
+
+import pytest
+
+from moelet.graphs import kernels
+from moelet.graphs.compiler import SOURCES, Specialisation, compile_kernel
+from moelet.graphs.cubins import CubinStore
+from moelet.graphs.geometry import TOKEN_TILES
+
+BOTH = (False, True)
+SPECIALISATIONS: list[Specialisation] = [
+    *[kernels.route(method, 32 * per_lane) for method in kernels.METHODS for per_lane in kernels.PER_LANE],
+    *[kernels.gate(router_fp32, shared_gate) for router_fp32 in BOTH for shared_gate in BOTH],
+    kernels.permute(),
+    *[kernels.lora_shrink(projections) for projections in (1, 2)],
+    *[kernels.lora_expand(projections) for projections in (1, 2)],
+    *kernels.for_tiles(TOKEN_TILES, lora=True),
+    kernels.activation(),
+    *[kernels.finalize(lora) for lora in BOTH],
+    kernels.spin(),
+]
+
+
+def test_every_kernel_of_the_cuda_room_is_compiled() -> None:
+    assert {each.source_file for each in SPECIALISATIONS} == {path.name for path in SOURCES.glob("*.cu")}
+
+
+@pytest.mark.parametrize("specialisation", SPECIALISATIONS, ids=str)
+def test_compiles_without_spills_or_a_stack(specialisation: Specialisation) -> None:
+    cubin = compile_kernel(specialisation.source_file, specialisation.defines, "sm_90a", store=CubinStore(None))
+    assert cubin.origin == "compiled"
+    assert cubin.image[:4] == b"\x7fELF"
+    used = cubin.resources
+    assert (used.spill_stores, used.spill_loads, used.stack_bytes) == (0, 0, 0), cubin.log
