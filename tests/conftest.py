@@ -1,0 +1,19 @@
+"""Fixtures that several test modules share."""
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.register_assert_rewrite("contract", "oracle", "running_service")
+
+from running_service import OpenEngine, RunningService, running, write_bad_adapters  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def running_service(open_engine: OpenEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    """A service over the ``open_engine`` of the module, with good and bad adapters below its root."""
+    root = tmp_path_factory.mktemp("adapters") / "root"
+    root.mkdir()
+    write_bad_adapters(root)
+    with running(open_engine, root) as service:
+        yield service
