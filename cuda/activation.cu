@@ -1,8 +1,10 @@
 // act = silu(gate + delta_gate) * (up + delta_up) over the rows of each token tile, into BlockMajorK.
 //
 // Reads gate and up as bf16 pairs [rows, I], the LoRA delta likewise for rows that have an adapter.
+#include "common/activation.cuh"
 #include "common/barrier.cuh"
-#include "common/gemm_tile.cuh"
+#include "common/layout.cuh"
+#include "common/tiles.cuh"
 
 constexpr int kThreads = 256;
 constexpr int kChunksPerRow = kBlockK / kChunk;

@@ -2,11 +2,16 @@
 //
 // Weights are the M operand (BLOCK_M rows of a swizzled BlockMajorK matrix: one contiguous run per K-block),
 // tokens the N operand. One warp keeps a ring of STAGES K-blocks in flight with bulk copies, across tiles;
-// BLOCK_M / 64 warpgroups multiply. The grid is persistent over (token tile, row tile) items.
+// BLOCK_M / 64 warpgroups multiply. The grid is persistent over (token tile, row tile) items, which the blocks
+// take from a ticket as they go: who computes a tile does not change its bits.
 //
 // Compile-time: BLOCK_M (64 or 128), MAX_N (tokens of the largest tile), STAGES, EPILOGUE.
+#include "common/activation.cuh"
 #include "common/barrier.cuh"
-#include "common/gemm_tile.cuh"
+#include "common/layer_args.cuh"
+#include "common/layout.cuh"
+#include "common/tiles.cuh"
+#include "common/width.cuh"
 
 #define EPILOGUE_GATE_UP 0     // gate and up as bf16 pairs, [P, I]
 #define EPILOGUE_ACTIVATION 1  // silu(gate) * up as the down projection's operand, BlockMajorK [I/64, P, 64]
@@ -20,10 +25,14 @@ constexpr int kWeightBytes = BLOCK_M * kBlockBytes;
 constexpr int kTokenBytes = round_up(MAX_N * kBlockBytes, 1024);
 constexpr int kStageBytes = kWeightBytes + kTokenBytes;
 constexpr int kTileFeatures = BLOCK_M / 2;  // features of one gate_up tile
+constexpr int kStagingBytes = EPILOGUE == EPILOGUE_ACTIVATION ? kTokenBytes : 0;
+
+constexpr int kNoItem = -1;
 
 struct Ring {
     uint64_t full[STAGES];
     uint64_t empty[STAGES];
+    int item[STAGES];  // the item that a stage belongs to; kNoItem ends the work
 };
 
 struct Cursor {
@@ -41,6 +50,7 @@ struct Gemm {
     const uint8_t* weights;   // [E_local, k_blocks, row_tiles * BLOCK_M, 64]
     const uint8_t* tokens;    // [k_blocks, rows, 64]
     const TokenTile* tiles;
+    int* ticket;              // items taken beyond the first of each block; zero at launch
     int num_items;
     int k_blocks;
     int row_tiles;
@@ -54,7 +64,9 @@ __device__ __forceinline__ void produce(const Gemm& gemm, uint8_t* stages, Ring&
     const uint64_t token_policy = evict_last_policy();
     const int64_t block_stride = int64_t(gemm.row_tiles) * kWeightBytes;
     Cursor cursor;
-    for (int item = blockIdx.x; item < gemm.num_items; item += gridDim.x) {
+    int next;
+    for (int item = blockIdx.x; item < gemm.num_items; item = next) {
+        next = gridDim.x + atomicAdd(gemm.ticket, 1);
         const TokenTile tile = gemm.tiles[item / gemm.row_tiles];
         const int row_tile = item % gemm.row_tiles;
         const uint8_t* weights =
@@ -64,6 +76,7 @@ __device__ __forceinline__ void produce(const Gemm& gemm, uint8_t* stages, Ring&
         for (int block = 0; block < gemm.k_blocks; ++block) {
             uint8_t* stage = stages + cursor.stage * kStageBytes;
             barrier_wait(&ring.empty[cursor.stage], cursor.parity ^ 1);
+            ring.item[cursor.stage] = item;
             barrier_expect(&ring.full[cursor.stage], kWeightBytes + token_bytes);
             bulk_load(stage, weights, kWeightBytes, &ring.full[cursor.stage], weight_policy);
             bulk_load(stage + kWeightBytes, tokens, token_bytes, &ring.full[cursor.stage], token_policy);
@@ -72,6 +85,9 @@ __device__ __forceinline__ void produce(const Gemm& gemm, uint8_t* stages, Ring&
             cursor.advance();
         }
     }
+    barrier_wait(&ring.empty[cursor.stage], cursor.parity ^ 1);
+    ring.item[cursor.stage] = kNoItem;
+    barrier_arrive(&ring.full[cursor.stage]);
 }
 
 template <int N>
@@ -175,12 +191,12 @@ __device__ __forceinline__ void consume_tile(const Gemm& gemm, const TokenTile& 
 }
 
 extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1)
-    grouped_gemm(const uint8_t* weights, const uint8_t* tokens, const TokenTile* tiles, const int* num_tiles, void* out,
-                 int k_blocks, int row_tiles, int rows, int out_stride) {
+    grouped_gemm(const LayerArgs* layer, const uint8_t* tokens, const TokenTile* tiles, const int* num_tiles,
+                 int* ticket, void* out, int k_blocks, int row_tiles, int rows, int out_stride) {
     extern __shared__ __align__(1024) uint8_t shared[];
     uint8_t* stages = shared;
     bf16* staging = reinterpret_cast<bf16*>(shared + STAGES * kStageBytes);
-    Ring& ring = *reinterpret_cast<Ring*>(shared + STAGES * kStageBytes + (EPILOGUE == EPILOGUE_ACTIVATION ? kTokenBytes : 0));
+    Ring& ring = *reinterpret_cast<Ring*>(shared + STAGES * kStageBytes + kStagingBytes);
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
@@ -193,13 +209,17 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1)
     grid_dependency_wait();
     grid_dependency_launch();
 
-    const Gemm gemm{weights, tokens, tiles, *num_tiles * row_tiles, k_blocks, row_tiles, rows, out, out_stride};
+    const uint8_t* weights = EPILOGUE == EPILOGUE_DOWN ? layer->down : layer->gate_up;
+    const Gemm gemm{weights, tokens, tiles, ticket, *num_tiles * row_tiles, k_blocks, row_tiles, rows, out, out_stride};
     if (threadIdx.x >= kConsumers) {
         if (threadIdx.x == kConsumers) produce(gemm, stages, ring);
         return;
     }
     Cursor cursor;
-    for (int item = blockIdx.x; item < gemm.num_items; item += gridDim.x) {
+    while (true) {
+        barrier_wait(&ring.full[cursor.stage], cursor.parity);
+        const int item = ring.item[cursor.stage];
+        if (item == kNoItem) break;
         const TokenTile tile = gemm.tiles[item / row_tiles];
         with_tile_width(tile.num_rows, [&]<int N>(Width<N>) {
             consume_tile<N>(gemm, tile, item % row_tiles, stages, ring, cursor, staging);

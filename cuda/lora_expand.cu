@@ -5,9 +5,10 @@
 //
 // Compile-time: PROJECTIONS (2: gate and up; 1: down).
 #include "common/barrier.cuh"
-#include "common/gemm_tile.cuh"
 #include "common/layer_args.cuh"
+#include "common/layout.cuh"
 #include "common/mma.cuh"
+#include "common/tiles.cuh"
 
 constexpr int kWarps = 8;
 constexpr int kFragmentBytes = 256;

@@ -6,9 +6,10 @@
 //
 // Compile-time: PROJECTIONS (2: gate and up side by side; 1: down), RANK_BLOCKS.
 #include "common/barrier.cuh"
-#include "common/gemm_tile.cuh"
 #include "common/layer_args.cuh"
+#include "common/layout.cuh"
 #include "common/mma.cuh"
+#include "common/tiles.cuh"
 
 constexpr int kWarps = 8;
 constexpr int kTokens = 16;                       // one M tile
@@ -85,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 2)
         const float scaling = PROJECTIONS == 2 ? entry.scaling[projection] : entry.scaling[2];
         const int live_blocks = ceil_div(rank, 8) - first_block;
         if (live_blocks <= 0) continue;
-        const int source = PROJECTIONS == 2 && entry.shared_a ? 0 : group.expert;
+        const int source = PROJECTIONS == 2 && (entry.shared_a >> projection & 1) ? 0 : group.expert;
         const uint8_t* a = (PROJECTIONS == 2 ? layer->lora_a_gate_up : layer->lora_a_down) +
                            (int64_t(group.slot) * num_experts + source) * expert_bytes +
                            (projection * max_blocks + first_block) * a_block;

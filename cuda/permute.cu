@@ -4,11 +4,13 @@
 // the first block also writes the token tiles, the last one the adapter groups. A row's place depends on the
 // input alone, not on timing. Rows without a local expert get place -1 and touch nothing.
 #include "common/barrier.cuh"
-#include "common/gemm_tile.cuh"
 #include "common/layer_args.cuh"
+#include "common/layout.cuh"
 #include "common/scan.cuh"
+#include "common/tiles.cuh"
 
 constexpr uint16_t kNoKey = 0xffff;
+constexpr int kTickets = 2;  // of the two grouped GEMMs that follow
 
 struct Rows {
     int num_rows;        // num_tokens * choices
@@ -128,7 +130,7 @@ __device__ __forceinline__ void gather_row(const bf16* hidden, bf16* tokens, int
 extern "C" __global__ void __launch_bounds__(256)
     permute(const LayerArgs* layer, const bf16* hidden, const int* topk_ids, const int* token_slots, int* places,
             int* row_slots, bf16* tokens, TokenTile* tiles, int* num_tiles, LoraGroup* groups, int* num_groups,
-            int top_k, int num_shared, int local_offset, int num_local, int num_slots, int k_blocks, int padded_rows,
+            int* tickets, int top_k, int num_shared, int local_offset, int num_local, int num_slots, int k_blocks, int padded_rows,
             int tile_rows, int max_tokens) {
     extern __shared__ __align__(16) uint8_t shared[];
     const int choices = top_k + num_shared;
@@ -150,7 +152,10 @@ extern "C" __global__ void __launch_bounds__(256)
     count_rows(rows, topk_ids, token_slots, top_k, local_offset, num_local);
     place_experts(rows);
 
-    if (blockIdx.x == 0) write_tiles(rows, tile_rows, tiles, num_tiles);
+    if (blockIdx.x == 0) {
+        write_tiles(rows, tile_rows, tiles, num_tiles);
+        if (threadIdx.x < kTickets) tickets[threadIdx.x] = 0;
+    }
     if (blockIdx.x == gridDim.x - 1 && num_slots > 0) write_groups(rows, groups, num_groups);
 
     const int warps = blockDim.x / 32;

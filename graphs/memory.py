@@ -136,3 +136,16 @@ def _issue(stream: Stream, work: Work | None, function: Any, *args: Any) -> None
     call(function, *args)
     if stream.tracer is not None:
         stream.tracer(work)
+
+
+def copy_rows_to_device(
+    target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int, stream: Stream
+) -> None:
+    """Copy ``height`` rows of ``width`` bytes from pinned host memory to the device, each side with its own pitch."""
+    copy = driver.CUDA_MEMCPY2D()
+    copy.srcMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_HOST
+    copy.srcHost, copy.srcPitch = source, source_pitch
+    copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    copy.dstDevice, copy.dstPitch = target, target_pitch
+    copy.WidthInBytes, copy.Height = width, height
+    _issue(stream, None, driver.cuMemcpy2DAsync, copy, stream.handle)

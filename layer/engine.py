@@ -36,6 +36,21 @@ class LayerBatch:
         """T."""
         return int(self.hidden_states.shape[0])
 
+    def part(self, start: int, stop: int) -> "LayerBatch":
+        """Tokens ``start .. stop`` of the batch, as views."""
+
+        def rows(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[start:stop]
+
+        return LayerBatch(
+            layer=self.layer,
+            hidden_states=self.hidden_states[start:stop],
+            topk_ids=rows(self.topk_ids),
+            topk_weights=rows(self.topk_weights),
+            router_logits=rows(self.router_logits),
+            token_slots=rows(self.token_slots),
+        )
+
     def check(self, spec: LayerSpec, max_loras: int) -> None:
         """Raise ``RequestError`` (its ``param`` naming the field) unless this fits ``spec``."""
         tokens = self.num_tokens

@@ -3,8 +3,9 @@
 
 #include "common/types.cuh"
 
-// One (slot, expert) of one layer: true ranks (0: none) and fp32 scalings of gate, up and down, and whether
-// one A serves gate and up of all experts, one B serves down of all experts. The twin of LORA_ENTRY.
+// One (slot, expert) of one layer: true ranks (0: none) and fp32 scalings of gate, up and down. Bit p of
+// shared_a: projection p's A is that of expert 0, for all experts; shared_b: so is the down B. The twin of
+// LORA_ENTRY in graphs/buffers.py.
 struct alignas(32) LoraEntry {
     int rank[3];
     float scaling[3];

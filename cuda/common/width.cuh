@@ -1,25 +1,7 @@
-// A token tile, and the tensor-core width that multiplies it.
+// The tensor-core width that multiplies a token tile.
 #pragma once
 
-#include "common/activation.cuh"
-#include "common/layout.cuh"
 #include "common/wgmma.cuh"
-
-// Tokens of one expert that are multiplied together; the twin of graphs/buffers.py's TOKEN_TILE.
-struct alignas(16) TokenTile {
-    int expert;     // local expert index
-    int first_row;  // permuted row of the first token, a multiple of 8
-    int num_rows;   // tokens, at most MAX_N
-    int reserved;
-};
-
-// Tokens of one (expert, adapter slot) pair, consecutive permuted rows; the twin of LORA_GROUP.
-struct alignas(16) LoraGroup {
-    int expert;
-    int slot;
-    int first_row;
-    int num_rows;
-};
 
 template <int N>
 struct Width {};

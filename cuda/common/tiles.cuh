@@ -1,0 +1,20 @@
+// What permute makes of a batch: token tiles for the GEMMs and adapter groups for the LoRA kernels.
+#pragma once
+
+#include "common/types.cuh"
+
+// Tokens of one expert that are multiplied together; the twin of TOKEN_TILE in graphs/buffers.py.
+struct alignas(16) TokenTile {
+    int expert;     // local expert index
+    int first_row;  // permuted row of the first token, a multiple of 8
+    int num_rows;   // tokens, at most MAX_N
+    int reserved;
+};
+
+// Tokens of one (expert, adapter slot) pair, consecutive permuted rows; the twin of LORA_GROUP.
+struct alignas(16) LoraGroup {
+    int expert;
+    int slot;
+    int first_row;
+    int num_rows;
+};

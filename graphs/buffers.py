@@ -1,0 +1,123 @@
+"""Structs shared with the kernels, the block that carries a forward's inputs, and the buffers of a captured shape."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import torch
+
+from ..layer.layout import round_up
+from .arena import ArenaPlan, BufferSpec
+from .geometry import BLOCK_K, Geometry, token_tile
+
+LAYER_POINTERS = (
+    "gate_up",
+    "down",
+    "router",
+    "correction_bias",
+    "shared_gate",
+    "lora_a_gate_up",
+    "lora_b_gate_up",
+    "lora_a_down",
+    "lora_b_down",
+    "lora",
+)
+LAYER_ARGS = np.dtype(
+    [(name, np.uint64) for name in LAYER_POINTERS] + [("num_tokens", np.int32), ("reserved", np.int32, 3)], align=True
+)
+"""Twin of ``LayerArgs`` in cuda/common/layer_args.cuh."""
+LORA_ENTRY = np.dtype(
+    [("rank", np.int32, 3), ("scaling", np.float32, 3), ("shared_a", np.int32), ("shared_b", np.int32)], align=True
+)
+"""Twin of ``LoraEntry`` in cuda/common/layer_args.cuh."""
+TOKEN_TILE = np.dtype([(name, np.int32) for name in ("expert", "first_row", "num_rows", "reserved")], align=True)
+"""Twin of ``TokenTile`` in cuda/common/gemm_tile.cuh."""
+LORA_GROUP = np.dtype([(name, np.int32) for name in ("expert", "slot", "first_row", "num_rows")], align=True)
+"""Twin of ``LoraGroup`` in cuda/common/gemm_tile.cuh."""
+
+INPUT_ALIGNMENT = 256
+
+
+class RoutingInput(StrEnum):
+    """What a forward routes by: top-k as sent, router logits as sent, or the checkpoint's own gate."""
+
+    TOPK = "topk"
+    LOGITS = "logits"
+    GATE = "gate"
+
+
+@dataclass(frozen=True, slots=True)
+class InputField:
+    """One tensor within an input block: byte offset, dtype and shape for all tokens of the captured shape."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class InputLayout:
+    """Where a forward's inputs lie in the one block that is copied to the GPU: the layer's head first, hidden states
+    last, so that a batch smaller than its shape copies no padding tokens."""
+
+    def __init__(self, geometry: Geometry, num_tokens: int, routing: RoutingInput) -> None:
+        self.fields: dict[str, InputField] = {}
+        self._end = round_up(LAYER_ARGS.itemsize, INPUT_ALIGNMENT)
+        self._add("token_slots", torch.int32, (num_tokens,))
+        if routing is RoutingInput.TOPK:
+            self._add("topk_ids", torch.int32, (num_tokens, geometry.top_k))
+            self._add("topk_weights", torch.float32, (num_tokens, geometry.top_k))
+        elif routing is RoutingInput.LOGITS:
+            self._add("router_logits", torch.float32, (num_tokens, geometry.num_experts))
+        self._add("hidden_states", torch.bfloat16, (num_tokens, geometry.hidden_stride))
+        self.total_bytes = self._end
+        self._row_bytes = geometry.hidden_stride * 2
+
+    def _add(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self.fields[name] = InputField(self._end, dtype, shape)
+        num_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        self._end = round_up(self._end + num_bytes, INPUT_ALIGNMENT)
+
+    def used_bytes(self, num_tokens: int) -> int:
+        """Bytes to copy for a batch of ``num_tokens``."""
+        return self.fields["hidden_states"].offset + num_tokens * self._row_bytes
+
+
+def plan_buffers(geometry: Geometry, num_tokens: int, *, lora: bool) -> ArenaPlan:
+    """The buffers of one captured shape, by name.
+
+    ``input`` is the largest of the input layouts; ``places`` maps slot rows to permuted rows. LoRA's buffers exist
+    only where ``lora`` is set.
+    """
+    rows = geometry.rows(num_tokens)
+    slot_rows = max(num_tokens * geometry.choices, 1)
+    tiles = geometry.token_tiles(num_tokens, token_tile(geometry, num_tokens))
+    inputs = max(InputLayout(geometry, num_tokens, kind).total_bytes for kind in RoutingInput)
+    half, single, word = torch.bfloat16, torch.float32, torch.int32
+    buffers = [
+        BufferSpec("input", (inputs,), torch.uint8),
+        BufferSpec("output", (num_tokens, geometry.output_stride), half),
+        BufferSpec("logits", (num_tokens, geometry.num_experts), single),
+        BufferSpec("shared_weights", (num_tokens,), single),
+        BufferSpec("routed_ids", (num_tokens, geometry.top_k), word),
+        BufferSpec("routed_weights", (num_tokens, geometry.top_k), single),
+        BufferSpec("places", (slot_rows,), word),
+        BufferSpec("tiles", (tiles, 4), word),
+        BufferSpec("num_tiles", (1,), word),
+        BufferSpec("tickets", (2,), word),
+        BufferSpec("tokens", (geometry.hidden_blocks, rows, BLOCK_K), half, 1024),
+        BufferSpec("act", (geometry.intermediate_blocks, rows, BLOCK_K), half, 1024),
+        BufferSpec("down", (rows, geometry.output_stride), half),
+    ]
+    if lora:
+        rank = geometry.max_lora_rank
+        buffers += [
+            BufferSpec("row_slots", (rows,), word),
+            BufferSpec("groups", (geometry.lora_groups(num_tokens), 4), word),
+            BufferSpec("num_groups", (1,), word),
+            BufferSpec("gate_up", (rows, geometry.intermediate_stride, 2), half),
+            BufferSpec("gate_up_h", (rows, 2, rank), half),
+            BufferSpec("gate_up_delta", (rows, geometry.intermediate_stride, 2), half),
+            BufferSpec("down_h", (rows, rank), half),
+            BufferSpec("down_delta", (rows, geometry.output_stride), half),
+        ]
+    return ArenaPlan(f"{num_tokens} tokens{', LoRA' if lora else ''}", buffers)

@@ -1,0 +1,244 @@
+"""The engine on the GPU: layers resident, every decode shape captured, adapters in slots of fixed address."""
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layer.adapter import Adapter
+from ..layer.engine import LayerBatch
+from ..layer.errors import ConfigurationError, RequestError
+from ..layer.spec import ModelSpec
+from ..layer.weights import LayerWeights
+from .adapters import AdapterSlots, SlotBank
+from .compiler import check_driver
+from .driver import Device, open_device
+from .geometry import Geometry
+from .kernels import Kernels
+from .memory import DeviceBuffer
+from .pool import GraphPool, arena_memory
+from .program import Plan
+from .residency import ResidentLayer, router_matrix
+from .staging import Staging, routing_input
+from .streams import Events, Streams
+
+DECODE_SHAPES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Token counts captured by default, up to the decode limit."""
+MAX_EAGER_TOKENS = 2048
+"""Tokens of the largest eager forward; a larger batch runs in parts of this, with the same bits."""
+MAX_KEYS = 0xFFFF
+"""What permute's 16-bit sort keys hold: experts times (slots + 1)."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how many steps of it are done, and of how many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphOptions:
+    """How a ``GraphEngine`` is set up.
+
+    ``decode_shapes`` are the captured token counts; what lies above ``max_decode_tokens`` runs eagerly.
+    ``plan`` is that of every LoRA shape; None chooses by shape.
+    """
+
+    max_loras: int = 8
+    max_lora_rank: int = 64
+    max_decode_tokens: int = 256
+    decode_shapes: Sequence[int] = ()
+    max_eager_tokens: int = MAX_EAGER_TOKENS
+    plan: Plan | None = None
+
+    @property
+    def shapes(self) -> list[int]:
+        """The token counts to capture, ascending, the decode limit always among them. Raises ``ConfigurationError``."""
+        if self.max_decode_tokens < 1 or any(shape < 1 for shape in self.decode_shapes):
+            raise ConfigurationError("the decode limit and every decode shape must be at least 1 token")
+        chosen = {shape for shape in self.decode_shapes or DECODE_SHAPES if shape <= self.max_decode_tokens}
+        return sorted(chosen | {self.max_decode_tokens})
+
+
+DEFAULT_PLAN = Plan.TWO_STREAM_OVERLAP_DOWN
+"""The plan of shapes with adapters when none is asked for."""
+
+
+class GraphEngine:
+    """``Engine`` over captured CUDA graphs on GPU ``ordinal``; see ``layer/engine.py`` for the calls.
+
+    ``add_layer`` takes the weights of each layer, then ``start`` captures; afterwards nothing is allocated, compiled
+    or created. Raises ``DeviceUnavailableError``, ``ConfigurationError``, ``DriverError`` and ``CompileError``.
+    """
+
+    def __init__(self, model: ModelSpec, options: GraphOptions | None = None, *, ordinal: int = 0) -> None:
+        self._model = model
+        self._options = options or GraphOptions()
+        self._shapes = self._options.shapes
+        self._device: Device = open_device(ordinal)
+        check_driver(self._device)
+        self._kernels = Kernels(self._device.arch, self._device.max_shared_memory)
+        self._streams, self._events = Streams(), Events()
+        self._layers: dict[int, ResidentLayer] = {}
+        self._slots: dict[int, AdapterSlots] = {}
+        self._pools: dict[Geometry, GraphPool] = {}
+        self._stagings: dict[Geometry, Staging] = {}
+        self._memory: DeviceBuffer | None = None
+        self._bank: SlotBank | None = None
+
+    def add_layer(self, index: int, weights: LayerWeights) -> None:
+        """Pack one layer onto the GPU and make its adapter slots."""
+        spec = self._model.layer(index)
+        geometry = self._geometry(index, router_fp32=router_matrix(weights).dtype == torch.float32)
+        layer = ResidentLayer(spec, geometry, weights, self._device.ordinal)
+        self._layers[index] = layer
+        if geometry.max_loras:
+            self._slots[index] = AdapterSlots(spec, geometry)
+            self._slots[index].fill_args(layer.args)
+
+    def start(self, progress: Progress | None = None) -> None:
+        """Capture every decode shape of every geometry; layers of one geometry share them."""
+        geometries = list({layer.geometry: None for layer in self._layers.values()})
+        self._memory = arena_memory(geometries, self._shapes, self._eager_tokens)
+        self._memory.fill(0, self._streams.main)
+        for geometry in geometries:
+            self._capture(geometry, self._memory, progress)
+            self._stagings[geometry] = Staging(geometry, self._eager_tokens)
+        self._kernels.seal()
+        if self._slots:
+            self._bank = SlotBank(self._slots, self._options.max_lora_rank, self._streams.copy)
+        self._streams.synchronize()
+
+    @property
+    def model(self) -> ModelSpec:
+        """What is served."""
+        return self._model
+
+    @property
+    def device(self) -> str:
+        """``"cuda:N"``."""
+        return f"cuda:{self._device.ordinal}"
+
+    @property
+    def max_loras(self) -> int:
+        """Number of adapter slots."""
+        return self._options.max_loras
+
+    @property
+    def max_lora_rank(self) -> int:
+        """The largest adapter rank that a slot holds."""
+        return self._options.max_lora_rank
+
+    def forward(self, batch: LayerBatch) -> Tensor:
+        """The layer's output, bf16 ``[T, H]``; see ``Engine.forward``."""
+        spec = self._model.layer(batch.layer)
+        batch.check(spec, self.max_loras)
+        if batch.num_tokens == 0:
+            return batch.hidden_states.new_empty(0, spec.hidden_size)
+        limit = self._eager_tokens
+        if batch.num_tokens <= limit:
+            return self._forward(batch)
+        parts = [batch.part(start, start + limit) for start in range(0, batch.num_tokens, limit)]
+        return torch.cat([self._forward(part) for part in parts])
+
+    def _forward(self, batch: LayerBatch) -> Tensor:
+        layer = self._layers[batch.layer]
+        lora = batch.token_slots is not None and bool((batch.token_slots >= 0).any())
+        runnable = self._pools[layer.geometry].runnable(batch.num_tokens, routing_input(batch), lora)
+        staging, main = self._stagings[layer.geometry], self._streams.main
+        staging.send(batch, layer.args, runnable.variant, runnable.arena, main)
+        runnable.run(main)
+        return staging.receive(batch.num_tokens, runnable.arena, main)
+
+    def install_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Put ``adapter`` into ``slot`` whole; see ``Engine.install_adapter``."""
+        self._slot_bank(slot).install(slot, adapter)
+
+    def remove_adapter(self, slot: int) -> None:
+        """Leave ``slot`` empty."""
+        self._slot_bank(slot).remove(slot)
+
+    def plans(self, layer: int) -> Sequence[Mapping[str, Any]]:
+        """The plan of every captured shape of ``layer``, and of what runs eagerly."""
+        self._model.layer(layer)
+        why = "asked for by --plan" if self._options.plan else "the default for shapes with adapters"
+        rows: list[Mapping[str, Any]] = [
+            {"tokens": shape, "captured": True, "plan": self._plan(shape).value, "why": why} for shape in self._shapes
+        ]
+        rows.append(
+            {
+                "tokens": self._eager_tokens,
+                "captured": False,
+                "plan": Plan.SINGLE_STREAM.value,
+                "why": f"more than {self._shapes[-1]} tokens run eagerly on one stream",
+            }
+        )
+        return rows
+
+    @property
+    def memory_bytes(self) -> Mapping[str, int]:
+        """GPU bytes by use: weights, adapter slots, the shared arena, and what the graphs took beside it."""
+        return {
+            "weights": sum(layer.num_bytes for layer in self._layers.values()),
+            "adapter_slots": sum(slots.num_bytes for slots in self._slots.values()),
+            "arena": self._memory.num_bytes if self._memory else 0,
+            "graphs": sum(pool.graph_bytes for pool in self._pools.values()),
+        }
+
+    def close(self) -> None:
+        """Free everything."""
+        self._streams.synchronize()
+        closing: list[Any] = [*self._pools.values(), *self._stagings.values(), *self._layers.values()]
+        closing += [self._bank] if self._bank else self._slots.values()
+        closing += [self._memory] if self._memory else []
+        for owned in (*closing, self._kernels, self._events, self._streams):
+            owned.close()
+        self._device.close()
+
+    @property
+    def _eager_tokens(self) -> int:
+        return max(self._options.max_eager_tokens, self._shapes[-1] + 1)
+
+    def _plan(self, num_tokens: int) -> Plan:  # noqa: ARG002
+        return self._options.plan or DEFAULT_PLAN
+
+    def _geometry(self, index: int, *, router_fp32: bool) -> Geometry:
+        options = self._options
+        geometry = Geometry.of(
+            self._model.layer(index),
+            router_fp32=router_fp32,
+            max_loras=options.max_loras,
+            max_lora_rank=options.max_lora_rank,
+        )
+        if geometry.experts * (options.max_loras + 1) >= MAX_KEYS:
+            raise ConfigurationError(
+                f"{geometry.experts} experts times {options.max_loras + 1} is more than {MAX_KEYS}: lower --max-loras"
+            )
+        return geometry
+
+    def _capture(self, geometry: Geometry, memory: DeviceBuffer, progress: Progress | None) -> None:
+        pool = GraphPool(
+            geometry,
+            self._shapes,
+            self._eager_tokens,
+            kernels=self._kernels,
+            streams=self._streams,
+            events=self._events,
+            sm_count=self._device.sm_count,
+            plan_of=self._plan,
+            memory=memory,
+        )
+        self._pools[geometry] = pool
+        variants = pool.variants()
+        gc.collect()
+        for done, variant in enumerate(variants):
+            if progress:
+                progress("capturing graphs", done, len(variants))
+            pool.prepare(variant)
+        if progress:
+            progress("capturing graphs", len(variants), len(variants))
+
+    def _slot_bank(self, slot: int) -> SlotBank:
+        if self._bank is None or not 0 <= slot < self.max_loras:
+            raise RequestError(f"there is no adapter slot {slot}: there are {self.max_loras}", "slot")
+        return self._bank

@@ -1,0 +1,141 @@
+"""The padded sizes that kernels work with, and the tile sizes chosen for a shape: pure functions of a layer's spec."""
+
+from dataclasses import dataclass
+
+from ..layer.layout import round_up
+from ..layer.spec import LayerSpec, RoutingSpec
+
+BLOCK_K = 64
+"""Elements of a K-block, the unit of BlockMajorK."""
+ROW_TILE = 128
+"""Weight rows are padded to this, so that every row tile is whole."""
+ROW_ALIGN = 8
+"""An expert's permuted rows are padded to this."""
+RANK_BLOCK = 8
+"""Ranks are stored and read in blocks of this."""
+TOKEN_TILES = (8, 16, 32, 64, 128)
+"""Tokens that one tile of a grouped GEMM can hold; the kernel is specialised for each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """Everything a captured graph depends on but the token count: layers of equal geometry share their graphs.
+
+    Sizes are those of ``LayerSpec``; ``max_lora_rank`` is that of the slots, a multiple of 8, 0 without slots.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    num_local_experts: int
+    local_expert_offset: int
+    top_k: int
+    num_shared: int
+    shared_gated: bool
+    routing: RoutingSpec
+    router_fp32: bool
+    max_loras: int
+    max_lora_rank: int
+
+    @classmethod
+    def of(cls, spec: LayerSpec, *, router_fp32: bool, max_loras: int, max_lora_rank: int) -> "Geometry":
+        """The geometry of ``spec`` with adapter slots of ``max_lora_rank``, rounded up to a block of ranks."""
+        return cls(
+            hidden_size=spec.hidden_size,
+            intermediate_size=spec.intermediate_size,
+            num_experts=spec.num_experts,
+            num_local_experts=spec.num_local_experts,
+            local_expert_offset=spec.local_expert_offset,
+            top_k=spec.top_k,
+            num_shared=spec.num_shared_chunks,
+            shared_gated=spec.shared_gated and spec.holds_shared_experts,
+            routing=spec.routing,
+            router_fp32=router_fp32,
+            max_loras=max_loras,
+            max_lora_rank=round_up(max_lora_rank, RANK_BLOCK),
+        )
+
+    @property
+    def experts(self) -> int:
+        """Experts in the weight tensors: the local ones, then the shared ones in chunks of the routed width."""
+        return self.num_local_experts + self.num_shared
+
+    @property
+    def choices(self) -> int:
+        """Slot rows of one token: ``top_k`` and one for each shared chunk."""
+        return self.top_k + self.num_shared
+
+    @property
+    def hidden_blocks(self) -> int:
+        """K-blocks of the gate_up GEMM."""
+        return -(-self.hidden_size // BLOCK_K)
+
+    @property
+    def hidden_stride(self) -> int:
+        """Elements of a row of hidden states as the kernels read them."""
+        return self.hidden_blocks * BLOCK_K
+
+    @property
+    def output_stride(self) -> int:
+        """Elements of a row of down outputs, and of the layer's output: whole row tiles."""
+        return round_up(self.hidden_size, ROW_TILE)
+
+    @property
+    def intermediate_blocks(self) -> int:
+        """K-blocks of the down GEMM; a gate_up row tile of 128 makes one."""
+        return -(-self.intermediate_size // BLOCK_K)
+
+    @property
+    def intermediate_stride(self) -> int:
+        """The padded width of an expert."""
+        return self.intermediate_blocks * BLOCK_K
+
+    def rows(self, num_tokens: int) -> int:
+        """Permuted rows that ``num_tokens`` tokens can take at the most, padding included."""
+        slot_rows = num_tokens * self.choices
+        padding = (ROW_ALIGN - 1) * min(slot_rows, self.experts)
+        return max(round_up(slot_rows + padding, ROW_ALIGN), ROW_ALIGN)
+
+    def token_tiles(self, num_tokens: int, tile: int) -> int:
+        """Token tiles that ``num_tokens`` tokens can make at the most."""
+        slot_rows = num_tokens * self.choices
+        experts = min(slot_rows, self.experts)
+        return max(experts + (slot_rows - experts) // tile, 1)
+
+    def lora_groups(self, num_tokens: int) -> int:
+        """(expert, adapter slot) pairs that ``num_tokens`` tokens can make at the most."""
+        return max(min(num_tokens * self.choices, self.experts * self.max_loras), 1)
+
+
+def token_tile(geometry: Geometry, num_tokens: int) -> int:
+    """Tokens a tile: enough for all tokens of one expert where that is possible at all, so that its weights are read
+    once; else the largest that the mean load calls for. Results do not depend on it."""
+    mean_load = num_tokens * geometry.top_k / geometry.num_experts
+    wanted = min(num_tokens, max(64, round(2 * mean_load)))
+    return next((tile for tile in TOKEN_TILES if tile >= wanted), TOKEN_TILES[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class GemmConfig:
+    """How a grouped GEMM is compiled: rows and tokens of a tile, and stages of its ring."""
+
+    block_m: int
+    max_n: int
+    stages: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: two for each weight row, and the producer's warp."""
+        return 2 * self.block_m + 32
+
+    def shared_bytes(self, *, staging: bool) -> int:
+        """Dynamic shared memory of a block; ``staging`` where the epilogue makes activations."""
+        token_bytes = round_up(self.max_n * BLOCK_K * 2, 1024)
+        stage_bytes = self.block_m * BLOCK_K * 2 + token_bytes
+        barrier_bytes = self.stages * (8 + 8 + 4)
+        return self.stages * stage_bytes + (token_bytes if staging else 0) + round_up(barrier_bytes, 16)
+
+
+def gemm_config(tile: int) -> GemmConfig:
+    """The configuration for token tiles of ``tile``: six stages keep 96 KiB of weights in flight on every SM."""
+    return GemmConfig(block_m=128, max_n=tile, stages=6)

@@ -1,0 +1,120 @@
+"""Every kernel specialisation that a geometry and a shape need, and the loaded kernels of one engine."""
+
+from collections.abc import Iterable
+
+from ..layer.spec import RoutingMethod
+from .compiler import Specialisation, compile_kernel
+from .cubins import CubinStore
+from .geometry import GemmConfig, Geometry, gemm_config
+from .kernel import Kernel
+
+EPILOGUE_GATE_UP, EPILOGUE_ACTIVATION, EPILOGUE_DOWN = 0, 1, 2
+RANK_BLOCKS = 2
+"""Blocks of eight ranks that one block of the shrink kernel takes."""
+METHODS = {
+    RoutingMethod.SOFTMAX_TOPK: 0,
+    RoutingMethod.TOPK_SOFTMAX: 1,
+    RoutingMethod.SIGMOID_GROUPED: 2,
+}
+PER_LANE = (1, 2, 4, 8, 16, 32)
+"""Experts a lane that the route kernel is specialised for: up to 1024 experts."""
+
+
+def permute() -> Specialisation:
+    """The permute kernel."""
+    return Specialisation("permute.cu")
+
+
+def grouped_gemm(config: GemmConfig, epilogue: int) -> Specialisation:
+    """A grouped GEMM of one tile configuration and epilogue."""
+    return Specialisation(
+        "grouped_gemm.cu",
+        {"BLOCK_M": config.block_m, "MAX_N": config.max_n, "STAGES": config.stages, "EPILOGUE": epilogue},
+    )
+
+
+def lora_shrink(projections: int) -> Specialisation:
+    """The shrink of gate and up (2 projections) or of down (1)."""
+    return Specialisation("lora_shrink.cu", {"PROJECTIONS": projections, "RANK_BLOCKS": RANK_BLOCKS})
+
+
+def lora_expand(projections: int) -> Specialisation:
+    """The expand of gate and up (2 projections) or of down (1)."""
+    return Specialisation("lora_expand.cu", {"PROJECTIONS": projections})
+
+
+def activation() -> Specialisation:
+    """The activation with a LoRA delta."""
+    return Specialisation("activation.cu")
+
+
+def finalize(lora: bool) -> Specialisation:
+    """The weighted sum over a token's choices, with or without the down LoRA's delta."""
+    return Specialisation("finalize.cu", {"LORA": int(lora)})
+
+
+def gate(router_fp32: bool, shared_gate: bool) -> Specialisation:
+    """Router logits and the shared experts' gate."""
+    return Specialisation("gate.cu", {"ROUTER_FP32": int(router_fp32), "SHARED_GATE": int(shared_gate)})
+
+
+def route(method: RoutingMethod, num_experts: int) -> Specialisation:
+    """Top-k selection by one method. Raises ``StopIteration`` beyond 1024 experts, which no spec allows."""
+    per_lane = next(size for size in PER_LANE if size * 32 >= num_experts)
+    return Specialisation("route.cu", {"METHOD": METHODS[method], "PER_LANE": per_lane})
+
+
+def spin() -> Specialisation:
+    """The delay that tests put into a branch."""
+    return Specialisation("spin.cu")
+
+
+def for_tiles(tiles: Iterable[int], *, lora: bool) -> list[Specialisation]:
+    """The grouped GEMMs of token tiles ``tiles``."""
+    epilogues = (EPILOGUE_ACTIVATION, EPILOGUE_DOWN, EPILOGUE_GATE_UP)[: 3 if lora else 2]
+    return [grouped_gemm(gemm_config(tile), epilogue) for tile in tiles for epilogue in epilogues]
+
+
+def for_geometry(geometry: Geometry, tiles: Iterable[int]) -> list[Specialisation]:
+    """All that a geometry needs for token tiles ``tiles``, with and without LoRA."""
+    lora = geometry.max_loras > 0
+    found = [permute(), *for_tiles(tiles, lora=lora), finalize(False)]
+    found += [gate(geometry.router_fp32, geometry.shared_gated), route(geometry.routing.method, geometry.num_experts)]
+    if lora:
+        found += [lora_shrink(2), lora_shrink(1), lora_expand(2), lora_expand(1), activation(), finalize(True)]
+    return found
+
+
+class Kernels:
+    """The loaded kernels of one device, each compiled and loaded at first asking and never after ``seal``."""
+
+    def __init__(self, arch: str, max_shared_bytes: int, store: CubinStore | None = None) -> None:
+        self._arch = arch
+        self._max_shared_bytes = max_shared_bytes
+        self._store = store
+        self._loaded: dict[str, Kernel] = {}
+        self._sealed = False
+
+    def get(self, specialisation: Specialisation, *, dynamic: bool = False) -> Kernel:
+        """The kernel; ``dynamic`` where it takes dynamic shared memory, of which it may then use all there is.
+
+        Raises ``CompileError``, ``DriverError``, or ``RuntimeError`` once sealed.
+        """
+        key = str(specialisation)
+        if key not in self._loaded:
+            if self._sealed:
+                raise RuntimeError(f"kernel {key} was asked for after start-up: nothing is compiled or loaded then")
+            cubin = compile_kernel(specialisation.source_file, specialisation.defines, self._arch, store=self._store)
+            shared_bytes = self._max_shared_bytes - cubin.resources.shared_bytes if dynamic else 0
+            self._loaded[key] = Kernel(cubin, shared_bytes)
+        return self._loaded[key]
+
+    def seal(self) -> None:
+        """From here on ``get`` finds only what is loaded."""
+        self._sealed = True
+
+    def close(self) -> None:
+        """Unload all."""
+        for kernel in self._loaded.values():
+            kernel.close()
+        self._loaded.clear()

@@ -1,0 +1,307 @@
+"""One typed launch for each kernel: which buffers it reads and writes, and how large its grid is."""
+
+from dataclasses import dataclass
+
+from . import kernels
+from .arena import Arena
+from .arguments import Argument, float32, int32, int64, pointer
+from .buffers import InputLayout, RoutingInput
+from .compiler import Specialisation
+from .geometry import Geometry, gemm_config, token_tile
+from .kernel import PreparedLaunch
+from .kernels import Kernels
+from .streams import Stream
+
+GATE_TOKENS, GATE_WARPS = 4, 8
+ROUTE_WARPS = 4
+PERMUTE_WARPS = 8
+FINALIZE_COLUMNS = 128 * 8
+GATE_UP, DOWN = 2, 1
+"""Projections of the two halves of the layer's LoRA."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """Makes the launches of one captured shape over one arena. Methods name the kernel; ``stream`` is where it runs."""
+
+    geometry: Geometry
+    num_tokens: int
+    routing: RoutingInput
+    lora: bool
+    arena: Arena
+    kernels: Kernels
+    sm_count: int
+
+    def gate(self, stream: Stream) -> PreparedLaunch:
+        """Router logits of all tokens, unless top-k is given, and the shared experts' gate where there is one."""
+        geometry = self.geometry
+        rows = geometry.num_experts if self.routing is RoutingInput.GATE else 0
+        return self.kernels.get(kernels.gate(geometry.router_fp32, geometry.shared_gated)).prepare(
+            grid=(-(-(rows + geometry.shared_gated) // GATE_WARPS), -(-self.num_tokens // GATE_TOKENS), 1),
+            block=(GATE_WARPS * 32, 1, 1),
+            stream=stream,
+            arguments={
+                "layer": self._layer,
+                "hidden": self._input("hidden_states"),
+                "logits": self._buffer("logits"),
+                "shared_weights": self._buffer("shared_weights"),
+                "num_experts": int32(rows),
+                "hidden_stride": int32(geometry.hidden_stride),
+            },
+            waits=True,
+            reads=frozenset({"input"}),
+            writes=frozenset({"logits", "shared_weights"}),
+        )
+
+    def route(self, stream: Stream) -> PreparedLaunch:
+        """Top-k experts and weights from logits, as sent or as the gate made them."""
+        geometry = self.geometry
+        routing = geometry.routing
+        sent = self.routing is RoutingInput.LOGITS
+        shared_bytes = ROUTE_WARPS * geometry.num_experts * 4
+        return self.kernels.get(kernels.route(routing.method, geometry.num_experts), dynamic=True).prepare(
+            grid=(-(-self.num_tokens // ROUTE_WARPS), 1, 1),
+            block=(ROUTE_WARPS * 32, 1, 1),
+            dynamic_shared_bytes=shared_bytes,
+            stream=stream,
+            arguments={
+                "layer": self._layer,
+                "logits": self._input("router_logits") if sent else self._buffer("logits"),
+                "topk_ids": self._buffer("routed_ids"),
+                "topk_weights": self._buffer("routed_weights"),
+                "num_experts": int32(geometry.num_experts),
+                "top_k": int32(geometry.top_k),
+                "renormalize": int32(routing.renormalize),
+                "num_groups": int32(routing.num_groups),
+                "topk_groups": int32(routing.topk_groups),
+                "has_bias": int32(routing.has_correction_bias),
+                "scaling": float32(routing.routed_scaling_factor),
+            },
+            waits=True,
+            reads=frozenset({"input"} if sent else {"input", "logits"}),
+            writes=frozenset({"routed_ids", "routed_weights"}),
+        )
+
+    def permute(self, stream: Stream) -> PreparedLaunch:
+        """Places of all slot rows, their hidden states in BlockMajorK, token tiles and adapter groups."""
+        geometry = self.geometry
+        slots = geometry.max_loras if self.lora else 0
+        slot_rows = self.num_tokens * geometry.choices
+        counters = 32 + 2 * geometry.experts + geometry.experts * (slots + 1)
+        shared_bytes = 4 * counters + 2 * slot_rows
+        blocks = min(-(-slot_rows // PERMUTE_WARPS), 2 * self.sm_count)
+        lora_writes = {"row_slots", "groups", "num_groups"} if self.lora else set()
+        return self.kernels.get(kernels.permute(), dynamic=True).prepare(
+            grid=(blocks, 1, 1),
+            block=(PERMUTE_WARPS * 32, 1, 1),
+            dynamic_shared_bytes=shared_bytes,
+            stream=stream,
+            arguments={
+                "layer": self._layer,
+                "hidden": self._input("hidden_states"),
+                "topk_ids": self._topk_ids,
+                "token_slots": self._input("token_slots"),
+                "places": self._buffer("places"),
+                "row_slots": self._lora_buffer("row_slots"),
+                "tokens": self._buffer("tokens"),
+                "tiles": self._buffer("tiles"),
+                "num_tiles": self._buffer("num_tiles"),
+                "groups": self._lora_buffer("groups"),
+                "num_groups": self._lora_buffer("num_groups"),
+                "tickets": self._buffer("tickets"),
+                "top_k": int32(geometry.top_k),
+                "num_shared": int32(geometry.num_shared),
+                "local_offset": int32(geometry.local_expert_offset),
+                "num_local": int32(geometry.num_local_experts),
+                "num_slots": int32(slots),
+                "k_blocks": int32(geometry.hidden_blocks),
+                "padded_rows": int32(self._rows),
+                "tile_rows": int32(self._tile),
+                "max_tokens": int32(self.num_tokens),
+            },
+            waits=True,
+            reads=self._routing_reads,
+            writes=frozenset({"places", "tokens", "tiles", "num_tiles", "tickets"} | lora_writes),
+        )
+
+    def gate_up_gemm(self, stream: Stream) -> PreparedLaunch:
+        """The gate_up GEMM: with its activation where there is no LoRA, else the raw pairs."""
+        epilogue = kernels.EPILOGUE_GATE_UP if self.lora else kernels.EPILOGUE_ACTIVATION
+        return self._gemm(stream, epilogue, "tokens", "gate_up" if self.lora else "act")
+
+    def down_gemm(self, stream: Stream) -> PreparedLaunch:
+        """The down GEMM."""
+        return self._gemm(stream, kernels.EPILOGUE_DOWN, "act", "down")
+
+    def activation(self, stream: Stream) -> PreparedLaunch:
+        """The activation over raw pairs and the LoRA delta."""
+        geometry = self.geometry
+        items = geometry.token_tiles(self.num_tokens, self._tile) * geometry.intermediate_blocks
+        return self.kernels.get(kernels.activation()).prepare(
+            grid=(min(items, 8 * self.sm_count), 1, 1),
+            block=(256, 1, 1),
+            stream=stream,
+            arguments={
+                "tiles": self._buffer("tiles"),
+                "num_tiles": self._buffer("num_tiles"),
+                "row_slots": self._buffer("row_slots"),
+                "gate_up": self._buffer("gate_up"),
+                "delta": self._buffer("gate_up_delta"),
+                "act": self._buffer("act"),
+                "intermediate_blocks": int32(geometry.intermediate_blocks),
+                "rows": int32(self._rows),
+            },
+            waits=True,
+            reads=frozenset({"tiles", "num_tiles", "row_slots", "gate_up", "gate_up_delta"}),
+            writes=frozenset({"act"}),
+        )
+
+    def lora_shrink(self, stream: Stream, projections: int) -> PreparedLaunch:
+        """h = scaling * A x of gate and up (``GATE_UP``) or of down (``DOWN``)."""
+        geometry = self.geometry
+        source, target = ("tokens", "gate_up_h") if projections == GATE_UP else ("act", "down_h")
+        blocks = geometry.hidden_blocks if projections == GATE_UP else geometry.intermediate_blocks
+        chunks = -(-geometry.max_lora_rank // (8 * kernels.RANK_BLOCKS)) * projections
+        return self._lora(stream, kernels.lora_shrink(projections), chunks, source, target, "k_steps", 2 * blocks)
+
+    def lora_expand(self, stream: Stream, projections: int) -> PreparedLaunch:
+        """delta = B h of gate and up (``GATE_UP``) or of down (``DOWN``)."""
+        geometry = self.geometry
+        source, target = ("gate_up_h", "gate_up_delta") if projections == GATE_UP else ("down_h", "down_delta")
+        features = geometry.intermediate_stride * 2 if projections == GATE_UP else geometry.output_stride
+        row_blocks = features // 16
+        chunks = -(-row_blocks // 16)
+        return self._lora(stream, kernels.lora_expand(projections), chunks, source, target, "row_blocks", row_blocks)
+
+    def finalize(self, stream: Stream) -> PreparedLaunch:
+        """The weighted sum over choices, with the down LoRA's delta where there is one."""
+        geometry = self.geometry
+        lora_reads = {"down_delta"} if self.lora else set()
+        return self.kernels.get(kernels.finalize(self.lora)).prepare(
+            grid=(self.num_tokens, -(-geometry.output_stride // FINALIZE_COLUMNS), 1),
+            block=(128, 1, 1),
+            stream=stream,
+            arguments={
+                "layer": self._layer,
+                "places": self._buffer("places"),
+                "topk_weights": self._topk_weights,
+                "shared_weights": self._buffer("shared_weights") if geometry.shared_gated else pointer(0),
+                "token_slots": self._input("token_slots"),
+                "down": self._buffer("down"),
+                "delta": self._lora_buffer("down_delta"),
+                "out": self._buffer("output"),
+                "top_k": int32(geometry.top_k),
+                "num_shared": int32(geometry.num_shared),
+                "hidden_stride": int32(geometry.output_stride),
+            },
+            waits=True,
+            reads=self._routing_reads | {"places", "shared_weights", "down"} | lora_reads,
+            writes=frozenset({"output"}),
+        )
+
+    def spin(self, stream: Stream, cycles: int) -> PreparedLaunch:
+        """A delay of ``cycles`` clock cycles that touches nothing."""
+        return self.kernels.get(kernels.spin()).prepare(
+            grid=(1, 1, 1), block=(1, 1, 1), stream=stream, arguments={"cycles": int64(cycles)}, waits=True
+        )
+
+    def _gemm(self, stream: Stream, epilogue: int, source: str, target: str) -> PreparedLaunch:
+        geometry = self.geometry
+        config = gemm_config(self._tile)
+        down = epilogue == kernels.EPILOGUE_DOWN
+        rows_out = geometry.output_stride if down else 2 * geometry.intermediate_stride
+        row_tiles = rows_out // config.block_m
+        shared_bytes = config.shared_bytes(staging=epilogue == kernels.EPILOGUE_ACTIVATION)
+        items = geometry.token_tiles(self.num_tokens, self._tile) * row_tiles
+        return self.kernels.get(kernels.grouped_gemm(config, epilogue), dynamic=True).prepare(
+            grid=(min(items, self.sm_count), 1, 1),
+            block=(config.threads, 1, 1),
+            dynamic_shared_bytes=shared_bytes,
+            stream=stream,
+            arguments={
+                "layer": self._layer,
+                "tokens": self._buffer(source),
+                "tiles": self._buffer("tiles"),
+                "num_tiles": self._buffer("num_tiles"),
+                "ticket": pointer(self.arena.pointer("tickets") + 4 * down),
+                "out": self._buffer(target),
+                "k_blocks": int32(geometry.intermediate_blocks if down else geometry.hidden_blocks),
+                "row_tiles": int32(row_tiles),
+                "rows": int32(self._rows),
+                "out_stride": int32(geometry.output_stride if down else geometry.intermediate_stride),
+            },
+            waits=True,
+            reads=frozenset({"input", source, "tiles", "num_tiles"}),
+            writes=frozenset({target, "tickets"}),
+            label="down_gemm" if down else "gate_up_gemm",
+        )
+
+    def _lora(
+        self,
+        stream: Stream,
+        specialisation: Specialisation,
+        chunks: int,
+        source: str,
+        target: str,
+        size_name: str,
+        size: int,
+    ) -> PreparedLaunch:
+        geometry = self.geometry
+        items = geometry.lora_groups(self.num_tokens) * chunks
+        shrink = size_name == "k_steps"
+        rows = {"rows": int32(self._rows)} if shrink else {}
+        return self.kernels.get(specialisation).prepare(
+            grid=(min(items, 2 * self.sm_count), 1, 1),
+            block=(256, 1, 1),
+            stream=stream,
+            arguments={
+                "layer": self._layer,
+                "groups": self._buffer("groups"),
+                "num_groups": self._buffer("num_groups"),
+                "source": self._buffer(source),
+                "target": self._buffer(target),
+                "num_experts": int32(geometry.experts),
+                size_name: int32(size),
+                **rows,
+                "max_rank": int32(geometry.max_lora_rank),
+            },
+            waits=True,
+            reads=frozenset({"input", "groups", "num_groups", source}),
+            writes=frozenset({target}),
+            label=f"{specialisation.kernel} of {'gate_up' if 'gate_up' in target else 'down'}",
+        )
+
+    @property
+    def _rows(self) -> int:
+        return self.geometry.rows(self.num_tokens)
+
+    @property
+    def _tile(self) -> int:
+        return token_tile(self.geometry, self.num_tokens)
+
+    @property
+    def _layer(self) -> Argument:
+        return self._buffer("input")
+
+    @property
+    def _routing_reads(self) -> frozenset[str]:
+        sent = self.routing is RoutingInput.TOPK
+        return frozenset({"input"} if sent else {"input", "routed_ids", "routed_weights"})
+
+    @property
+    def _topk_ids(self) -> Argument:
+        return self._input("topk_ids") if self.routing is RoutingInput.TOPK else self._buffer("routed_ids")
+
+    @property
+    def _topk_weights(self) -> Argument:
+        return self._input("topk_weights") if self.routing is RoutingInput.TOPK else self._buffer("routed_weights")
+
+    def _buffer(self, name: str) -> Argument:
+        return pointer(self.arena.pointer(name))
+
+    def _lora_buffer(self, name: str) -> Argument:
+        return self._buffer(name) if self.lora else pointer(0)
+
+    def _input(self, name: str) -> Argument:
+        layout = InputLayout(self.geometry, self.num_tokens, self.routing)
+        return pointer(self.arena.pointer("input") + layout.fields[name].offset)

@@ -1,0 +1,128 @@
+"""The captured graphs of one geometry, one for each token count, routing input, and with or without LoRA."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .arena import Arena, shared_memory
+from .buffers import RoutingInput, plan_buffers
+from .capture import CapturedGraph, capture
+from .geometry import Geometry
+from .kernels import Kernels
+from .launches import Launches
+from .memory import DeviceBuffer
+from .program import Plan, Program, build_program
+from .streams import Events, Stream, Streams
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What a graph is captured for: tokens, routing input, and whether any token has an adapter."""
+
+    num_tokens: int
+    routing: RoutingInput
+    lora: bool
+
+    def __str__(self) -> str:
+        return f"{self.num_tokens} tokens, {self.routing}{', LoRA' if self.lora else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Runnable:
+    """A variant ready to run: its arena, its program and, where it was captured, its graph."""
+
+    variant: Variant
+    arena: Arena
+    program: Program
+    graph: CapturedGraph | None
+
+    def run(self, stream: Stream) -> None:
+        """Put one forward on ``stream``: a graph launch, or the program eagerly."""
+        if self.graph is not None:
+            self.graph.launch(stream)
+        else:
+            self.program.run()
+
+
+class GraphPool:
+    """All variants of one geometry over one shared allocation.
+
+    ``shapes`` are captured, largest first; ``eager_tokens`` is one more shape that runs eagerly on one stream. Arenas
+    share memory because forwards follow each other on the main stream. ``plan_of`` names the plan of a LoRA shape.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        shapes: Sequence[int],
+        eager_tokens: int,
+        *,
+        kernels: Kernels,
+        streams: Streams,
+        events: Events,
+        sm_count: int,
+        plan_of: Callable[[int], Plan],
+        memory: DeviceBuffer | None = None,
+    ) -> None:
+        self.geometry = geometry
+        self.shapes = sorted(shapes)
+        self.eager_tokens = eager_tokens
+        self._kernels, self._streams, self._events = kernels, streams, events
+        self._sm_count = sm_count
+        self._plan_of = plan_of
+        self._owned = memory is None
+        self.memory = arena_memory([geometry], shapes, eager_tokens) if memory is None else memory
+        self._runnables: dict[Variant, Runnable] = {}
+
+    def variants(self) -> list[Variant]:
+        """Every variant, the largest first."""
+        with_lora = (False, True) if self.geometry.max_loras else (False,)
+        sizes = [self.eager_tokens, *reversed(self.shapes)]
+        return [Variant(size, routing, lora) for size in sizes for routing in RoutingInput for lora in with_lora]
+
+    def prepare(self, variant: Variant) -> None:
+        """Build the variant's program and, for a decode shape, capture it. Call for each of ``variants`` in order."""
+        captured = variant.num_tokens != self.eager_tokens
+        plan = self._plan_of(variant.num_tokens) if captured else Plan.SINGLE_STREAM
+        self._runnables[variant] = self.build(variant, plan, captured=captured)
+
+    def build(
+        self, variant: Variant, plan: Plan, *, captured: bool, delays: Mapping[str, int] | None = None
+    ) -> Runnable:
+        """A runnable of ``variant`` under ``plan``, apart from those of the pool; tests compare such."""
+        arena = Arena(plan_buffers(self.geometry, variant.num_tokens, lora=variant.lora), self.memory)
+        launches = Launches(
+            self.geometry, variant.num_tokens, variant.routing, variant.lora, arena, self._kernels, self._sm_count
+        )
+        program = build_program(launches, self._streams, self._events, plan, delays)
+        arena.freeze()
+        graph = capture(self._streams, program.run, str(variant)) if captured else None
+        return Runnable(variant, arena, program, graph)
+
+    def runnable(self, num_tokens: int, routing: RoutingInput, lora: bool) -> Runnable:
+        """The smallest prepared variant that holds ``num_tokens``."""
+        size = next((shape for shape in self.shapes if shape >= num_tokens), self.eager_tokens)
+        return self._runnables[Variant(size, routing, lora)]
+
+    @property
+    def graph_bytes(self) -> int:
+        """GPU memory that the graphs took beside the arena."""
+        return sum(runnable.graph.footprint_bytes for runnable in self._runnables.values() if runnable.graph)
+
+    def close(self) -> None:
+        """Destroy the graphs and free the memory."""
+        for runnable in self._runnables.values():
+            if runnable.graph is not None:
+                runnable.graph.destroy()
+        if self._owned:
+            self.memory.close()
+
+
+def arena_memory(geometries: Iterable[Geometry], shapes: Sequence[int], eager_tokens: int) -> DeviceBuffer:
+    """One allocation that the arena of any shape of any of ``geometries`` fits into."""
+    return shared_memory(
+        [
+            plan_buffers(geometry, tokens, lora=geometry.max_loras > 0)
+            for geometry in geometries
+            for tokens in (*shapes, eager_tokens)
+        ]
+    )

@@ -1,0 +1,138 @@
+"""The layer as a list of launches and event operations: the same list runs eagerly and under capture."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from .buffers import RoutingInput
+from .kernel import PreparedLaunch
+from .launches import DOWN, GATE_UP, Launches
+from .streams import Event, Events, Stream, Streams
+
+Step = Callable[[], None]
+
+
+class Plan(StrEnum):
+    """What runs where; every plan gives the same bits."""
+
+    SINGLE_STREAM = "single_stream"
+    TWO_STREAM = "two_stream"
+    TWO_STREAM_OVERLAP_DOWN = "two_stream_overlap_down"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A forward of one captured shape: ``run`` puts all of it on the streams, in order.
+
+    ``launches`` are the kernels among the steps, in order, for people and for tests.
+    """
+
+    plan: Plan
+    steps: tuple[Step, ...]
+    launches: tuple[PreparedLaunch, ...]
+
+    def run(self) -> None:
+        """Launch everything. Raises ``DriverError`` or ``EngineFailedError``."""
+        for step in self.steps:
+            step()
+
+
+class _Builder:
+    """Collects steps; ``delays`` (cycles by stream name) puts a spin before every kernel of a stream."""
+
+    def __init__(self, launches: Launches, streams: Streams, events: Events, delays: Mapping[str, int]) -> None:
+        self.make = launches
+        self.main, self.side = streams.main, streams.side
+        self.events = events
+        self._delays = delays
+        self._steps: list[Step] = []
+        self._launches: list[PreparedLaunch] = []
+
+    def launch(self, prepared: PreparedLaunch) -> None:
+        delay = self._delays.get(prepared.stream.name, 0)
+        for one in (self.make.spin(prepared.stream, delay), prepared) if delay else (prepared,):
+            self._steps.append(one.launch)
+            self._launches.append(one)
+
+    def record(self, event: Event, stream: Stream) -> None:
+        self._steps.append(lambda: event.record(stream))
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        self._steps.append(lambda: stream.wait(event))
+
+    def order(self, first: Stream, event: Event, then: Stream) -> None:
+        """What comes next on ``then`` follows all that is on ``first``."""
+        self.record(event, first)
+        self.wait(then, event)
+
+    def program(self, plan: Plan) -> Program:
+        return Program(plan, tuple(self._steps), tuple(self._launches))
+
+
+def build_program(
+    launches: Launches, streams: Streams, events: Events, plan: Plan, delays: Mapping[str, int] | None = None
+) -> Program:
+    """The program of ``launches``' shape under ``plan``; without LoRA there is one stream whatever the plan."""
+    build = _Builder(launches, streams, events, delays or {})
+    _route(build)
+    build.launch(build.make.permute(build.main))
+    if not launches.lora:
+        _base(build)
+    elif plan is Plan.SINGLE_STREAM:
+        _single_stream(build)
+    else:
+        _two_stream(build, overlap_down=plan is Plan.TWO_STREAM_OVERLAP_DOWN)
+    return build.program(plan if launches.lora else Plan.SINGLE_STREAM)
+
+
+def _route(build: _Builder) -> None:
+    make = build.make
+    if make.routing is RoutingInput.GATE or make.geometry.shared_gated:
+        build.launch(make.gate(build.main))
+    if make.routing is not RoutingInput.TOPK:
+        build.launch(make.route(build.main))
+
+
+def _base(build: _Builder) -> None:
+    build.launch(build.make.gate_up_gemm(build.main))
+    build.launch(build.make.down_gemm(build.main))
+    build.record(build.events.gemm2_done, build.main)
+    build.launch(build.make.finalize(build.main))
+
+
+def _single_stream(build: _Builder) -> None:
+    make, main = build.make, build.main
+    _lora(build, main, GATE_UP)
+    build.launch(make.gate_up_gemm(main))
+    build.launch(make.activation(main))
+    build.launch(make.down_gemm(main))
+    build.record(build.events.gemm2_done, main)
+    _lora(build, main, DOWN)
+    build.launch(make.finalize(main))
+
+
+def _two_stream(build: _Builder, *, overlap_down: bool) -> None:
+    make, main, side, events = build.make, build.main, build.side, build.events
+    build.order(main, events.forked, side)
+    _lora(build, side, GATE_UP)
+    build.launch(make.gate_up_gemm(main))
+    build.order(side, events.lora_ready, main)
+    build.launch(make.activation(main))
+    if not overlap_down:
+        build.launch(make.down_gemm(main))
+        build.record(events.gemm2_done, main)
+        _lora(build, main, DOWN)
+        build.launch(make.finalize(main))
+        return
+    build.order(main, events.activation_ready, side)
+    _lora(build, side, DOWN)
+    build.launch(make.down_gemm(main))
+    # The side stream owns the sum: it has the down delta, and waits here for the down output.
+    build.order(main, events.gemm2_done, side)
+    build.launch(make.finalize(side))
+    build.order(side, events.joined, main)
+
+
+def _lora(build: _Builder, stream: Stream, projections: int) -> None:
+    build.launch(build.make.lora_shrink(stream, projections))
+    build.launch(build.make.lora_expand(stream, projections))
