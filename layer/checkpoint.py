@@ -127,7 +127,11 @@ def _dtype(target: str, stored: StoredTensor) -> torch.dtype:
 
 
 def _copy(stored: Tensor, piece: Piece, target: Tensor) -> None:
-    target[piece.place].copy_(stored.transpose(-1, -2) if piece.transposed else stored)
+    values = stored.transpose(-1, -2) if piece.transposed else stored
+    place = target[piece.place]
+    if values.shape != place.shape:
+        raise UnsupportedCheckpointError(f"{piece.key} changed on disk after the checkpoint was opened")
+    place.copy_(values)
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

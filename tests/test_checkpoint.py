@@ -282,5 +282,14 @@ def test_an_absent_norm_topk_prob_is_assumed_with_a_note(qwen3: Path, edited: Ca
     )
 
 
+def test_a_file_that_changes_after_opening_is_noticed(edited: Callable[..., Path]) -> None:
+    directory = edited()
+    checkpoint = open_checkpoint(directory)
+    stored = load_file(directory / "model.safetensors")
+    save_file(stored | {f"{EXPERT}0.up_proj.weight": torch.ones(1, 40)}, directory / "model.safetensors")
+    with pytest.raises(Unsupported, match=r"experts.0.up_proj.weight changed on disk"):
+        checkpoint.load_layer(0)
+
+
 def test_fixture_sizes_all_differ() -> None:
     assert len({HIDDEN, WIDTH, 2 * WIDTH, SHARED, DENSE, EXPERTS, TOP_K}) == 7

@@ -93,7 +93,7 @@ def cases(draw: st.DrawFn) -> tuple[LayerSpec, list[list[float]], list[float] | 
     return spec, rows, draw(biases) if routing.has_correction_bias else None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases())
 def test_agrees_with_a_plain_loop(case: tuple[LayerSpec, list[list[float]], list[float] | None]) -> None:
     spec, rows, bias = case
