@@ -13,7 +13,7 @@
 #include "common/tiles.cuh"
 #include "common/width.cuh"
 
-#define EPILOGUE_GATE_UP 0     // gate and up as bf16 pairs, [P, I]
+#define EPILOGUE_GATE_UP 0     // gate and up as fp32 pairs, [P, I]
 #define EPILOGUE_ACTIVATION 1  // silu(gate) * up as the down projection's operand, BlockMajorK [I/64, P, 64]
 #define EPILOGUE_DOWN 2        // bf16 rows, [P, H]
 
@@ -121,13 +121,13 @@ __device__ __forceinline__ void store_gate_up(const float (&acc)[N / 2], const G
                                               int row_tile, int warp_row) {
     const int lane = volatile_lane();
     const int feature = row_tile * kTileFeatures + gate_up_feature(warp_row, lane / 4);
-    uint32_t* out = static_cast<uint32_t*>(gemm.out) + int64_t(tile.first_row) * gemm.out_stride + feature;
+    float2* out = static_cast<float2*>(gemm.out) + int64_t(tile.first_row) * gemm.out_stride + feature;
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
         const int token = 8 * j + 2 * (lane % 4);
-        if (token < tile.num_rows) out[int64_t(token) * gemm.out_stride] = pack_bf16(acc[4 * j + 2], acc[4 * j]);
+        if (token < tile.num_rows) out[int64_t(token) * gemm.out_stride] = float2{acc[4 * j + 2], acc[4 * j]};
         if (token + 1 < tile.num_rows)
-            out[int64_t(token + 1) * gemm.out_stride] = pack_bf16(acc[4 * j + 3], acc[4 * j + 1]);
+            out[int64_t(token + 1) * gemm.out_stride] = float2{acc[4 * j + 3], acc[4 * j + 1]};
     }
 }
 
@@ -156,9 +156,8 @@ __device__ __forceinline__ void store_activation(const float (&acc)[N / 2], cons
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
             const int token = 8 * j + 2 * (lane % 4) + t;
-            const float gate = round_to_bf16(acc[4 * j + 2 + t]);
-            const float up = round_to_bf16(acc[4 * j + t]);
-            staging[block_major_offset(token, feature, 0)] = to_bf16(gated_silu(gate, up, 0.0f, 0.0f));
+            const float act = gated_silu(acc[4 * j + 2 + t], acc[4 * j + t], 0.0f, 0.0f);
+            staging[block_major_offset(token, feature, 0)] = to_bf16(act);
         }
     }
     named_barrier_sync(1, kConsumers);

@@ -114,7 +114,7 @@ def plan_buffers(geometry: Geometry, num_tokens: int, *, lora: bool) -> ArenaPla
             BufferSpec("row_slots", (rows,), word),
             BufferSpec("groups", (geometry.lora_groups(num_tokens), 4), word),
             BufferSpec("num_groups", (1,), word),
-            BufferSpec("gate_up", (rows, geometry.intermediate_stride, 2), half),
+            BufferSpec("gate_up", (rows, geometry.intermediate_stride, 2), single),
             BufferSpec("gate_up_h", (rows, 2, rank), half),
             BufferSpec("gate_up_delta", (rows, geometry.intermediate_stride, 2), half),
             BufferSpec("down_h", (rows, rank), half),

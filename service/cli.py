@@ -107,8 +107,8 @@ def demo(directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder t
 
     try:
         paths = write_demo(directory)
-    except (MoeletError, OSError) as error:
-        return complain(f"the demo cannot be written to {directory}: {error}")
+    except MoeletError as error:
+        return complain(str(error))
     print(f"checkpoint {paths.checkpoint}")
     for name, path in paths.adapters.items():
         print(f"adapter {name} {path}")

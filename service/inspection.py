@@ -19,24 +19,26 @@ Report = CheckpointReport | AdapterReport
 
 def inspect(path: Path, base: Path | None, *, max_loras: int, max_lora_rank: int) -> Report:
     """The report of the checkpoint or adapter at ``path``; an adapter is read against ``base``, by default
-    the ``base_model_name_or_path`` that it names, where that is a folder here. Raises ``MoeletError``."""
+    ``default_base`` of it. Raises ``MoeletError``."""
     if not (path / "adapter_config.json").exists():
         opened = open_checkpoint(path)
         nbytes = {index: opened.layer_nbytes(index) for index in opened.model.layers}
         return checkpoint_report(opened.model, nbytes, opened.notes, max_loras=max_loras, max_lora_rank=max_lora_rank)
-    model = open_checkpoint(base or named_base(path)).model
+    model = open_checkpoint(base or default_base(path)).model
     return adapter_report(load_adapter(path, model, max_rank=max_lora_rank), model)
 
 
-def named_base(adapter: Path) -> Path:
-    """The folder that an adapter names as its base. Raises ``ConfigurationError`` where it names none."""
+def default_base(adapter: Path) -> Path:
+    """The checkpoint that an adapter names as its base, or in whose folder it lies, whichever is here.
+    Raises ``ConfigurationError`` where neither is."""
     try:
         config = orjson.loads((adapter / "adapter_config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise AdapterNotFoundError(f"adapter_config.json in {adapter} cannot be read: {error}") from None
     named = config.get("base_model_name_or_path") if isinstance(config, dict) else None
-    if isinstance(named, str) and Path(named, "config.json").is_file():
-        return Path(named)
+    for folder in ([Path(named)] if isinstance(named, str) else []) + [adapter.resolve().parent]:
+        if (folder / "config.json").is_file():
+            return folder
     raise ConfigurationError(
         f"an adapter is inspected against its checkpoint, and {named!r} is no checkpoint folder here: "
         "pass its folder with --base"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..layer.adapter_loading import load_adapter
 from ..layer.checkpoint import open_checkpoint
-from ..layer.demo import write_demo
+from ..layer.demo import NAME, write_demo
 from ..layer.slots import check_name
 from ..layer.spec import ranges
 from .adapter_roots import AdapterRoots
@@ -41,7 +41,7 @@ def sources(settings: Settings) -> Sources:
         assert settings.checkpoint is not None
         return Sources(settings.checkpoint, settings.adapter, settings.adapter_root)
     cache = cache_folder()
-    demo = write_demo(cache / "demo")
+    demo = write_demo(cache / NAME)
     adapters = {**demo.adapters, **dict(settings.adapter)}
     return Sources(demo.checkpoint, tuple(adapters.items()), (cache, *settings.adapter_root))
 

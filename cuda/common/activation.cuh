@@ -3,7 +3,7 @@
 
 #include "common/types.cuh"
 
-// silu(gate + delta_gate) * (up + delta_up) in fp32; each operand was rounded to bf16 before.
+// silu(gate + delta_gate) * (up + delta_up) in fp32.
 // Every product and sum is rounded by itself, so that no kernel may contract them differently.
 __device__ __forceinline__ float gated_silu(float gate, float up, float delta_gate, float delta_up) {
     const float g = __fadd_rn(gate, delta_gate);
