@@ -1,5 +1,6 @@
 """Opens a Hugging Face folder and loads the MoE layers asked for, one at a time, in canonical form."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -37,7 +38,7 @@ class Checkpoint:
     def layer_nbytes(self, index: int) -> int:
         """Bytes of ``load_layer(index)``, without reading it. Raises ``LayerNotServedError``."""
         plan = self._plans[self.model.layer(index).index]
-        return sum(torch.empty(shape, dtype=dtype, device="meta").nbytes for shape, dtype in plan.tensors.values())
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in plan.tensors.values())
 
     def load_layer(self, index: int) -> LayerWeights:
         """Read layer ``index`` into fresh memory and check it against its spec.

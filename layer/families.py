@@ -170,7 +170,7 @@ def _why_dense(config: Config, family: Family, index: int) -> str:
             return f"it is dense (moe_layer_freq is {every})"
     if family.dense == "step":
         step = max(_integer(config, "decoder_sparse_step", default=1), 1)
-        if index in (config.get("mlp_only_layers") or ()):
+        if index in _indices(config, "mlp_only_layers"):
             return "it is dense (listed in mlp_only_layers)"
         if (index + 1) % step:
             return f"it is dense (decoder_sparse_step is {step})"
@@ -191,6 +191,14 @@ def _integer(config: Config, *names: str, default: int | None = None) -> int:
     if default is None:
         raise UnsupportedCheckpointError(f"config.json has no {' or '.join(names)}")
     return default
+
+
+def _indices(config: Config, name: str) -> list[int]:
+    """The list of layer numbers under ``name``, empty where it is absent."""
+    value = config.get(name) or []
+    if not isinstance(value, list) or not all(type(index) is int for index in value):
+        raise UnsupportedCheckpointError(f"{name} in config.json should be a list of layer numbers, found {value!r}")
+    return value
 
 
 def _number(config: Config, name: str) -> float:

@@ -62,20 +62,25 @@ def layer_pieces(spec: LayerSpec, family: Family, block: str, stored: Mapping[st
     the tensor that is missing, of another shape, quantised, or not understood.
     """
     _refuse_quantised(stored)
-    pieces = list(_router(spec, block))
-    if f"{block}experts.gate_up_proj" in stored:
-        pieces += _fused(spec, block, stored)
-    else:
-        pieces += _per_expert(spec, family, block)
-    pieces += _shared(spec, family, block)
-    for piece in pieces:
+    pieces = []
+    for piece in _all_pieces(spec, family, block, stored):
         _expect(stored, piece.key, piece.shape)
+        pieces.append(piece)
     if unknown := stored.keys() - {piece.key for piece in pieces}:
         raise UnsupportedCheckpointError(
             f"layer {spec.index}: {min(unknown)} is not a tensor that a {block}* of this family has"
         )
     local = range(spec.local_expert_offset, spec.local_expert_end)
     return [piece for piece in (_localised(piece, local, spec) for piece in pieces) if piece is not None]
+
+
+def _all_pieces(spec: LayerSpec, family: Family, block: str, stored: Mapping[str, StoredTensor]) -> Iterator[Piece]:
+    yield from _router(spec, block)
+    if f"{block}experts.gate_up_proj" in stored:
+        yield from _fused(spec, block, stored)
+    else:
+        yield from _per_expert(spec, family, block)
+    yield from _shared(spec, family, block)
 
 
 def _refuse_quantised(stored: Mapping[str, StoredTensor]) -> None:

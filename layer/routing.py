@@ -2,32 +2,18 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .spec import LayerSpec, RoutingMethod, RoutingSpec
-
-_TOKEN_TILE = 32
-_EXPERT_TILE = 16
-_SIGMOID_TILE = 4096
+from .tiles import elementwise, linear
 
 
 def gate_logits(hidden: Tensor, router: Tensor) -> Tensor:
     """Router logits ``hidden @ router.T``, fp32 ``[T, E]`` from bf16 ``[T, H]`` and ``[E, H]``.
 
-    Products and sums are fp32 (float64 if ``hidden`` is) and never rounded to bf16. A BLAS library
-    picks another kernel, and so another order of summing, for another matrix shape; every product
-    here therefore has the same shape, ``_TOKEN_TILE`` tokens by a whole number of expert tiles, and
-    a token's logits do not depend on the batch it comes in.
+    Products and sums are fp32 (float64 if ``hidden`` is) and never rounded to bf16; a token's
+    logits are the same bits in any batch.
     """
-    dtype = _working_dtype(hidden)
-    tokens, experts = hidden.shape[0], router.shape[0]
-    weight = pad(router.to(dtype), (0, 0, 0, -experts % _EXPERT_TILE)).T
-    rows = pad(hidden.to(dtype), (0, 0, 0, -tokens % _TOKEN_TILE))
-    logits = rows.new_empty(rows.shape[0], weight.shape[1])
-    for start in range(0, tokens, _TOKEN_TILE):
-        tile = slice(start, start + _TOKEN_TILE)
-        torch.mm(rows[tile], weight, out=logits[tile])
-    return logits[:tokens, :experts].contiguous()
+    return linear(hidden.to(_working_dtype(hidden)), router).contiguous()
 
 
 def route(logits: Tensor, spec: LayerSpec, correction_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -54,7 +40,7 @@ def route(logits: Tensor, spec: LayerSpec, correction_bias: Tensor | None = None
             ids = _best(logits, spec.top_k)
             weights = logits.gather(1, ids).softmax(dim=-1)
         case RoutingMethod.SIGMOID_GROUPED:
-            scores = _sigmoid(logits)
+            scores = elementwise(torch.sigmoid, logits)
             ids = _best(_choice_scores(scores, spec.routing, correction_bias), spec.top_k)
             weights = _renormalized(scores.gather(1, ids), spec.routing, epsilon=1e-20)
     weights = weights * spec.routing.routed_scaling_factor
@@ -64,17 +50,6 @@ def route(logits: Tensor, spec: LayerSpec, correction_bias: Tensor | None = None
 
 def _working_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def _sigmoid(logits: Tensor) -> Tensor:
-    # torch computes the tail of a tensor, and of each thread's share, with another exp than its
-    # vectorised body; pieces of one size, small enough for one thread, have no tail.
-    flat = pad(logits.flatten(), (0, -logits.numel() % _SIGMOID_TILE))
-    scores = torch.empty_like(flat)
-    for start in range(0, flat.numel(), _SIGMOID_TILE):
-        tile = slice(start, start + _SIGMOID_TILE)
-        torch.sigmoid(flat[tile], out=scores[tile])
-    return scores[: logits.numel()].reshape(logits.shape)
 
 
 def _best(scores: Tensor, count: int) -> Tensor:

@@ -76,6 +76,8 @@ def test_other_families_are_refused_by_name(model_type: str | None, edited: Call
         ({"norm_topk_prob": "yes"}, "norm_topk_prob in config.json should be true or false, found 'yes'"),
         ({"num_hidden_layers": 4}, "layer 3 should be a MoE layer, but there is no tensor model.layers.3.mlp.gate"),
         ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 56}, "has no tensor .*shared_expert.gate_proj"),
+        ({"mlp_only_layers": 1}, "mlp_only_layers in config.json should be a list of layer numbers, found 1"),
+        ({"num_local_experts": 10**12}, r"mlp.gate.weight should have shape \[1000000000000, 40\]"),
         ({"text_config": 3}, "text_config in config.json should be an object, found 3"),
     ],
 )
