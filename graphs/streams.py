@@ -112,25 +112,19 @@ class Streams:
 class Events:
     """Every event of one engine, by name.
 
-    ``lora_ready``       side -> main: the gate_up LoRA's output is there
-    ``gemm2_done``       main -> side: the down GEMM's output is there
-    ``forked``           main -> side: the inputs are there, the side stream may begin
+    ``forked``           main -> side: what the gate_up LoRA reads is there
+    ``lora_ready``       side -> main: the gate_up LoRA's delta is there
     ``activation_ready`` main -> side: the activation is there, the down LoRA may begin
-    ``down_lora_ready``  side -> main: the down LoRA's output is there
+    ``gemm2_done``       main -> side: the down GEMM's output is there
     ``joined``           side -> main: the side stream has nothing left of this forward
-    ``adapter_copied``   copy -> main, between forwards: an adapter's bytes are in its slot
-    ``forward_done``     main -> copy or the host: the output is there and the slots are no longer read
     """
 
     def __init__(self) -> None:
-        self.lora_ready = Event("lora_ready")
-        self.gemm2_done = Event("gemm2_done")
         self.forked = Event("forked")
+        self.lora_ready = Event("lora_ready")
         self.activation_ready = Event("activation_ready")
-        self.down_lora_ready = Event("down_lora_ready")
+        self.gemm2_done = Event("gemm2_done")
         self.joined = Event("joined")
-        self.adapter_copied = Event("adapter_copied")
-        self.forward_done = Event("forward_done")
 
     def __iter__(self) -> Iterator[Event]:
         return iter(vars(self).values())
