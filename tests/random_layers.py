@@ -1,5 +1,6 @@
 """Small random layers, batches and adapters, gate never like up and every width another, for the tests."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from moelet.layer.adapter import Adapter, LayerAdapter, LoraWeights
 from moelet.layer.engine import LayerBatch
-from moelet.layer.spec import LayerSpec, ModelSpec
+from moelet.layer.spec import LayerSpec, ModelSpec, RoutingMethod, RoutingSpec
 from moelet.layer.weights import LayerWeights
 
 HIDDEN, WIDTH, EXPERTS, TOP_K, SHARED = 72, 40, 6, 3, 56
@@ -21,6 +22,19 @@ SHARED_SPEC = LayerSpec(
     top_k=TOP_K,
     shared_intermediate_size=SHARED,
     shared_gated=True,
+)
+
+GROUPED_SPEC = replace(
+    SHARED_SPEC,
+    shared_gated=False,
+    routing=RoutingSpec(
+        method=RoutingMethod.SIGMOID_GROUPED,
+        renormalize=True,
+        num_groups=3,
+        topk_groups=2,
+        has_correction_bias=True,
+        routed_scaling_factor=2.5,
+    ),
 )
 
 
@@ -48,6 +62,7 @@ def random_weights(spec: LayerSpec, seed: int = 0) -> LayerWeights:
         gate_up=normal(g, experts, 2 * width, hidden, scale=hidden**-0.5),
         down=normal(g, experts, hidden, width, scale=2 * width**-0.5),
         router=normal(g, experts, hidden, scale=hidden**-0.5),
+        correction_bias=torch.rand(experts, generator=g) if spec.routing.has_correction_bias else None,
         shared_gate_up=normal(g, 2 * shared, hidden, scale=hidden**-0.5) if shared else None,
         shared_down=normal(g, hidden, shared, scale=2 * shared**-0.5) if shared else None,
         shared_gate=normal(g, 1, hidden, scale=hidden**-0.5) if spec.shared_gated else None,
