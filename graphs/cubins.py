@@ -1,6 +1,6 @@
 """Compiled kernels in files: the cache that fills itself, the folder that an image ships, and the file's format.
 
-A file is the cubin itself, so that CUDA's tools read it, then the compiler's log, then a footer with a hash of it all.
+A file is the cubin itself, then the compiler's log, then a footer with a hash of it all.
 """
 
 import hashlib

@@ -65,9 +65,11 @@ class DeviceBuffer(_Allocation):
         num_bytes = self.slice(source.dtype, tuple(source.shape), offset)
         if num_bytes:
             call(driver.cuMemcpyHtoD, self.pointer + offset, source.data_ptr(), num_bytes)
+            # from pageable memory the call returns before the last bytes land, and our streams do not wait for its stream
+            call(driver.cuStreamSynchronize, driver.CUstream(0))
 
     def read(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> Tensor:
-        """A host copy of part of the buffer, after waiting for the work of blocking streams only: synchronize first."""
+        """A host copy of part of the buffer; synchronize the stream that wrote it first."""
         result = torch.empty(shape, dtype=dtype)
         num_bytes = self.slice(dtype, shape, offset)
         if num_bytes:

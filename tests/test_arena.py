@@ -183,3 +183,10 @@ def test_device_buffers_refuse_what_leaves_them() -> None:
         buffer.write(torch.zeros(4, dtype=INT32), offset=4)
     with pytest.raises(EngineError, match="at least 1 byte"):
         DeviceBuffer(0)
+
+
+def test_a_write_has_landed_when_it_returns(fake: FakeDriver) -> None:
+    buffer = DeviceBuffer(16)
+    fake.calls.clear()
+    buffer.write(torch.zeros(4))
+    assert fake.calls == ["cuMemcpyHtoD", "cuStreamSynchronize"]

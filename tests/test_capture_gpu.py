@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from declarations import false_declarations
 from gpu_kernels import COUNT, arena, device, events, scaled_sum, sources, step, streams, values
 from moelet.graphs.arena import Arena
 from moelet.graphs.capture import CapturedGraph, capture
@@ -107,6 +108,17 @@ def test_a_programmatic_chain_is_captured_as_one_and_is_in_order(
     streams.main.synchronize()
     assert torch.equal(arena.read("gate_up"), values(0) * 18.0)
     graph.destroy()
+
+
+@pytest.mark.gpu
+def test_declarations_are_tried_against_the_kernels(scaled_sum: Kernel, arena: Arena, streams: Streams) -> None:
+    honest = step(scaled_sum, arena, streams.main, "x zero h", 2.0)
+    assert false_declarations([honest], arena) == []
+    liar = step(scaled_sum, arena, streams.main, "x h delta", 2.0)
+    liar.work = Work("liar", frozenset({"x"}), frozenset({"act"}))
+    assert false_declarations([liar], arena) == ["liar writes delta, which it does not declare"]
+    liar.work = Work("liar", frozenset({"x"}), frozenset({"delta"}))
+    assert false_declarations([liar], arena) == ["liar reads what it does not declare: delta differs"]
 
 
 @pytest.mark.gpu
