@@ -82,17 +82,14 @@ def torch_bf16_layer(
     for local in range(spec.num_local_experts):
         expert = spec.local_expert_offset + local
         tokens, choices = torch.where(ids == expert)
-        y = _bf16_mlp(
-            x[tokens],
-            *weights.gate_up[local].split(spec.intermediate_size),
-            weights.down[local],
-            _row_loras(spec, adapters, slots, tokens, expert, ""),
-        )
+        gate, up = weights.gate_up[local].chunk(2)
+        loras = _row_loras(spec, adapters, slots, tokens, expert, "")
+        y = _bf16_mlp(x[tokens], gate, up, weights.down[local], loras)
         out.index_add_(0, tokens, y.float() * topk_weights[tokens, choices, None])
     if weights.shared_gate_up is not None and weights.shared_down is not None:
-        everyone = torch.arange(len(x))
-        loras = _row_loras(spec, adapters, slots, everyone, 0, "shared_")
-        y = _bf16_mlp(x, *weights.shared_gate_up.split(spec.shared_intermediate_size), weights.shared_down, loras)
+        gate, up = weights.shared_gate_up.chunk(2)
+        loras = _row_loras(spec, adapters, slots, torch.arange(len(x)), 0, "shared_")
+        y = _bf16_mlp(x, gate, up, weights.shared_down, loras)
         if weights.shared_gate is not None:
             y = torch.sigmoid(F.linear(x, weights.shared_gate)) * y
         out += y

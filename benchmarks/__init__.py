@@ -1,0 +1,1 @@
+"""Timings of layers, kernels and the service, and their dated results."""
