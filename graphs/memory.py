@@ -65,7 +65,7 @@ class DeviceBuffer(_Allocation):
         num_bytes = self.slice(source.dtype, tuple(source.shape), offset)
         if num_bytes:
             call(driver.cuMemcpyHtoD, self.pointer + offset, source.data_ptr(), num_bytes)
-            # from pageable memory the call returns before the last bytes land, and our streams do not wait for its stream
+            # from pageable memory the call returns before the last bytes land, and no stream of ours waits for them
             call(driver.cuStreamSynchronize, driver.CUstream(0))
 
     def read(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> Tensor:
