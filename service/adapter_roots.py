@@ -12,7 +12,7 @@ class AdapterRoots:
 
     def __init__(self, roots: Sequence[Path]) -> None:
         for root in roots:
-            if not root.is_dir():
+            if not _is_folder(root):
                 raise ConfigurationError(f"--adapter-root {root} is not a folder: create it or name another")
         self.roots = tuple(dict.fromkeys(_real(root) for root in roots))
 
@@ -38,7 +38,7 @@ class AdapterRoots:
         inside = [path for path in candidates if self._holds(path)]
         if not inside:
             raise AdapterForbiddenError(f"{sent} lies outside every adapter root of this service")
-        folder = next((path for path in inside if path.is_dir()), None)
+        folder = next((path for path in inside if _is_folder(path)), None)
         if folder is None:
             raise AdapterNotFoundError(f"no adapter found at {sent}: there is no such folder")
         self._check_links(folder, sent)
@@ -51,6 +51,14 @@ class AdapterRoots:
         for entry in folder.glob("adapter_*"):
             if not self._holds(_real(entry)):
                 raise AdapterForbiddenError(f"{entry.name} in {sent} is a link that leads out of the adapter roots")
+
+
+def _is_folder(path: Path) -> bool:
+    """``Path.is_dir``, but a name too long for the file system, or hidden from us, is no folder."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
 
 
 def _real(path: Path) -> Path:

@@ -58,7 +58,9 @@ def serve(
     checkpoint: Annotated[Path | None, typer.Argument(help="Folder of a Hugging Face checkpoint.")] = None,
     demo: Annotated[bool | None, typer.Option("--demo", help="Serve a small checkpoint and two adapters.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on, 0 for any free one (8000).")] = None,
+    port: Annotated[
+        str | None, typer.Option(metavar="INTEGER", help="Port to listen on, 0 for any free one (8000).")
+    ] = None,
     uds: Annotated[Path | None, typer.Option(help="Unix socket to listen on, instead of host and port.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N (auto).")] = None,
     layers: Annotated[str | None, typer.Option(help="MoE layers to serve, such as 0-3,7 (all).")] = None,
@@ -67,16 +69,22 @@ def serve(
     adapter_root: Annotated[
         list[Path] | None, typer.Option(help="Folder below which clients may load adapters; repeatable.")
     ] = None,
-    max_loras: Annotated[int | None, typer.Option(help="Adapter slots in the engine (8).")] = None,
-    max_cpu_loras: Annotated[int | None, typer.Option(help="Adapters loaded at most (32).")] = None,
-    max_lora_rank: Annotated[int | None, typer.Option(help="Largest rank of an adapter (64).")] = None,
-    max_decode_tokens: Annotated[int | None, typer.Option(help="GPU: largest captured batch (256).")] = None,
+    max_loras: Annotated[str | None, typer.Option(metavar="INTEGER", help="Adapter slots in the engine (8).")] = None,
+    max_cpu_loras: Annotated[str | None, typer.Option(metavar="INTEGER", help="Adapters loaded at most (32).")] = None,
+    max_lora_rank: Annotated[
+        str | None, typer.Option(metavar="INTEGER", help="Largest rank of an adapter (64).")
+    ] = None,
+    max_decode_tokens: Annotated[
+        str | None, typer.Option(metavar="INTEGER", help="GPU: largest captured batch (256).")
+    ] = None,
     decode_shapes: Annotated[str | None, typer.Option(help="GPU: batch sizes to capture, such as 1,2,4.")] = None,
     plan: Annotated[
         str | None,
         typer.Option(help="GPU: auto, single_stream, two_stream or two_stream_overlap_down (auto)."),
     ] = None,
-    max_body_mb: Annotated[float | None, typer.Option(help="Largest request body, in 2^20 bytes (64).")] = None,
+    max_body_mb: Annotated[
+        str | None, typer.Option(metavar="NUMBER", help="Largest request body, in 2^20 bytes (64).")
+    ] = None,
     log_format: Annotated[str | None, typer.Option(help="text or json (text).")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error (info).")] = None,
 ) -> int:

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from ..layer.errors import (
@@ -132,7 +132,11 @@ def install_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return error_response(400, *validation_sentence(list(error.errors())))
 
+    async def on_disconnect(_request: Request, _error: Exception) -> Response:
+        return error_response(400, "the connection ended before the body was complete")
+
     app.add_exception_handler(MoeletError, on_error)
+    app.add_exception_handler(ClientDisconnect, on_disconnect)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(Exception, on_error)

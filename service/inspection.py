@@ -59,21 +59,30 @@ def show(report: Report) -> None:
         if not isinstance(value, tuple) and value is not None:
             facts.add_row(words(field.name), number(field.name, value))
     console.print(facts)
+    for title, rows in sections(report).items():
+        if rows:
+            console.print(table(title, rows))
+
+
+def sections(report: Report) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each table by its title."""
     if isinstance(report, CheckpointReport):
-        console.print(table("MoE layers", [asdict(layer) for layer in report.layers]))
-        console.print(table("not served", [asdict(skipped) for skipped in report.skipped]))
-        console.print(table("notes", [{"note": note} for note in report.notes]))
-        return
-    rows = [{"layer": layer.index, **asdict(part)} for layer in report.layers for part in layer.projections]
-    console.print(table("projections", rows))
-    console.print(table("ignored keys", [asdict(ignored) for ignored in report.ignored]))
-    console.print(table("does not fit the base", [{"reason": reason} for reason in report.refused]))
+        return {
+            "MoE layers": [asdict(layer) for layer in report.layers],
+            "not served": [asdict(skipped) for skipped in report.skipped],
+            "notes": [{"note": note} for note in report.notes],
+        }
+    return {
+        "projections": [
+            {"layer": layer.index, **asdict(part)} for layer in report.layers for part in layer.projections
+        ],
+        "ignored keys": [asdict(ignored) for ignored in report.ignored],
+        "does not fit the base": [{"reason": reason} for reason in report.refused],
+    }
 
 
-def table(title: str, rows: list[dict[str, Any]]) -> Table | str:
+def table(title: str, rows: list[dict[str, Any]]) -> Table:
     """``rows``, all of the same keys."""
-    if not rows:
-        return ""
     shown = Table(title=title, title_justify="left")
     for name in rows[0]:
         shown.add_column(words(name), overflow="fold")

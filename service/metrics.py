@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.requests import ClientDisconnect
 
 from .adapters import AdapterRegistry
 from .errors import status_of
@@ -65,7 +66,7 @@ class Metrics:
             outcome = "ok"
             self.tokens.labels(watch.layer).inc(watch.num_tokens)
         except Exception as error:
-            outcome = outcome_of(status_of(error))
+            outcome = outcome_of(error)
             raise
         finally:
             self.in_flight.dec()
@@ -82,7 +83,7 @@ class Metrics:
             outcome = "ok"
             self.adapter_load_seconds.observe(time.perf_counter() - started)
         except Exception as error:
-            outcome = outcome_of(status_of(error))
+            outcome = outcome_of(error)
             raise
         finally:
             self.adapter_loads.labels(outcome).inc()
@@ -91,13 +92,14 @@ class Metrics:
         return Counter(name, text, labels, registry=self.registry)
 
     def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(f"{name}", f"Seconds: {text}", buckets=SECONDS, registry=self.registry)
+        return Histogram(name, f"Seconds: {text}", buckets=SECONDS, registry=self.registry)
 
 
-def outcome_of(status: int) -> str:
-    """``ok``, ``invalid`` (the client's fault), ``rejected`` (no work taken) or ``failed``."""
-    if status < 400:
-        return "ok"
+def outcome_of(error: Exception) -> str:
+    """``cancelled`` (the client went away), ``invalid`` (its fault), ``rejected`` (no work taken) or ``failed``."""
+    if isinstance(error, ClientDisconnect):
+        return "cancelled"
+    status = status_of(error)
     if status < 500:
         return "invalid"
     return "rejected" if status == 503 else "failed"

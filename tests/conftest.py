@@ -1,17 +1,21 @@
 """Fixtures that several test modules share."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-pytest.register_assert_rewrite("contract", "oracle", "running_service")
+if TYPE_CHECKING:
+    from running_service import OpenEngine, RunningService
 
-from running_service import OpenEngine, RunningService, running, write_bad_adapters  # noqa: E402
+pytest.register_assert_rewrite("contract", "oracle", "running_service")
 
 
 @pytest.fixture(scope="module")
-def running_service(open_engine: OpenEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+def running_service(open_engine: "OpenEngine", tmp_path_factory: pytest.TempPathFactory) -> Iterator["RunningService"]:
     """A service over the ``open_engine`` of the module, with good and bad adapters below its root."""
+    from running_service import running, write_bad_adapters
+
     root = tmp_path_factory.mktemp("adapters") / "root"
     root.mkdir()
     write_bad_adapters(root)

@@ -1,0 +1,161 @@
+"""The command line in this process: help, version, demo, inspect, and what ends with code 2 before a port opens."""
+
+import json
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import moelet
+from moelet.layer.demo import DemoPaths, write_demo
+from moelet.service.cli import main
+
+SOURCES = str(Path(moelet.__file__).parent.parent)
+
+
+@pytest.fixture(autouse=True)
+def _keep_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = before
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoPaths:
+    return write_demo(tmp_path_factory.mktemp("demo") / "moelet-demo")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"moelet {moelet.__version__}\n"
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(command in told for command in ("serve", "demo", "inspect"))
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from moelet.service.cli import main; assert main(['serve', '--help']) == 0; "
+        "heavy = {'torch', 'numpy', 'fastapi', 'pydantic_settings', 'uvicorn'}; "
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": SOURCES, "COLUMNS": "200"}, capture_output=True, text=True
+    )
+    assert ran.stderr == "[]\n"
+    assert "--adapter-root" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve"], ("CHECKPOINT", "--demo")),
+        (["serve", "absent"], ("absent",)),
+        (["serve", "absent", "--port", "x"], ("--port", "x")),
+        (["serve", "absent", "--port", "70000"], ("--port", "65535")),
+        (["serve", "absent", "--nonsense"], ("--nonsense",)),
+        (["serve", "absent", "--api-key", "k"], ("--api-key",)),
+        (["serve", "absent", "--device", "cuda:99"], ("cuda:99", "--device cpu")),
+        (["serve", "absent", "--device", "tpu"], ("--device", "tpu")),
+        (["serve", "absent", "--adapter-root", "/absent"], ("--adapter-root", "/absent")),
+        (["serve", "absent", "--adapter", "a b=/x"], ("'a b'",)),
+        (["serve", "absent", "--host", "not an address"], ("--host", "not an address")),
+        (["serve", "absent", "--uds", "/absent/socket"], ("--uds", "/absent/socket")),
+        (["nonsense"], ("nonsense",)),
+        (["inspect", "absent"], ("absent",)),
+        (["demo", "/proc/absent"], ("/proc/absent",)),
+    ],
+)
+def test_what_is_wrong_is_one_sentence_and_code_2(
+    arguments: list[str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if arguments[0] == "serve":
+        arguments = [*arguments, *([] if "--port" in arguments else ["--port", "0"])]
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("moelet: ")
+    assert captured.err.count("\n") == 1
+    assert all(word in captured.err for word in words), captured.err
+
+
+def test_a_port_in_use(demo: DemoPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", str(demo.checkpoint), "--device", "cpu", "--port", str(port)]) == 2
+    assert f"port {port}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--layers", "99"], ("99", "0-3")),
+        (["--adapter", "a=/absent"], ("/absent",)),
+        (["--max-lora-rank", "4", "--adapter", "a=DEMO/demo-a"], ("8", "4")),
+    ],
+)
+def test_what_cannot_be_served(
+    demo: DemoPaths, options: list[str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [option.replace("DEMO", str(demo.checkpoint)) for option in options]
+    fixed = ["--device", "cpu", "--port", "0", "--log-level", "error"]
+    assert main(["serve", str(demo.checkpoint), *fixed, *options]) == 2
+    sentence = capsys.readouterr().err
+    assert sentence.count("\n") == 1
+    assert all(word in sentence for word in words), sentence
+
+
+def test_a_unix_socket_in_use_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(str(path))
+        taken.listen()
+        assert main(["serve", "absent", "--uds", str(path)]) == 2
+        assert "in use" in capsys.readouterr().err
+        assert path.is_socket()
+    assert main(["serve", "absent", "--uds", str(path)]) == 2
+    assert "absent" in capsys.readouterr().err
+
+
+def test_demo_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", str(tmp_path / "demo")]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[:-1] for line in lines] == [["checkpoint"], ["adapter", "demo-a"], ["adapter", "demo-b"]]
+    assert (Path(lines[0][-1]) / "config.json").is_file()
+    assert all((Path(line[-1]) / "adapter_config.json").is_file() for line in lines[1:])
+
+
+def test_inspect_a_checkpoint(demo: DemoPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(demo.checkpoint), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [layer["index"] for layer in report["layers"]] == [0, 1, 2, 3]
+    assert report["layers"][0]["hidden_size"] == 64
+    assert report["weight_bytes"] == 4 * 2 * (8 * 3 * 64 * 48 + 8 * 64)
+    assert main(["inspect", str(demo.checkpoint)]) == 0
+    assert "qwen3_moe" in capsys.readouterr().out
+
+
+def test_inspect_an_adapter(demo: DemoPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(demo.adapters["demo-a"]), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["rank"], report["layout"], report["base"]) == (8, "per_expert", "moelet-demo")
+    assert main(["inspect", str(demo.adapters["demo-b"])]) == 0
+    assert "shared_outer" in capsys.readouterr().out
+    assert main(["inspect", str(demo.adapters["demo-a"]), "--max-lora-rank", "4"]) == 2
+    assert "8" in capsys.readouterr().err
+    moved = (tmp_path / "moved").resolve()
+    moved.mkdir()
+    for file in demo.adapters["demo-a"].iterdir():
+        (moved / file.name).symlink_to(file)
+    assert main(["inspect", str(moved)]) == 2
+    assert "--base" in capsys.readouterr().err
+    assert main(["inspect", str(moved), "--base", str(demo.checkpoint), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["base"] == "moelet-demo"

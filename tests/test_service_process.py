@@ -1,0 +1,164 @@
+"""``moelet serve`` as a process: starts, answers, drains on a signal, and ends with the right code."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+import moelet
+
+SOURCES = str(Path(moelet.__file__).parent.parent)
+ZEROS = {"hidden_states": [[0.0] * 64] * 3}
+
+SLOW_FORWARD = """
+import time
+from moelet.layer.reference import ReferenceEngine
+forward = ReferenceEngine.forward
+def slow(self, batch):
+    print("forward begins", flush=True)
+    time.sleep({seconds})
+    return forward(self, batch)
+ReferenceEngine.forward = slow
+"""
+
+FAILING_FORWARD = """
+from moelet.layer.errors import EngineFailedError
+from moelet.layer.reference import ReferenceEngine
+def fail(self, batch):
+    raise EngineFailedError("the device fell off the bus")
+ReferenceEngine.forward = fail
+"""
+
+
+@dataclass
+class Served:
+    """A serving process and where it listens."""
+
+    process: subprocess.Popen[str]
+    client: httpx.Client
+    log: Path
+
+    def wait(self) -> int:
+        return self.process.wait(20)
+
+
+@contextmanager
+def served(tmp_path: Path, *options: str, before: str = "", uds: Path | None = None) -> Iterator[Served]:
+    """``moelet serve --demo`` after running ``before`` in the same process."""
+    log = tmp_path / "log"
+    start = [sys.executable, "-m", "moelet"]
+    if before:
+        start = [sys.executable, "-c", f"{before}\nimport sys\nfrom moelet.service.cli import main\nsys.exit(main())"]
+    where = ["--uds", str(uds)] if uds else ["--port", "0"]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "MOELET_CACHE_DIR": str(tmp_path / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [*start, "serve", "--demo", "--device", "cpu", *where, *options],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    try:
+        url = wait_for(log, process)
+        transport = httpx.HTTPTransport(uds=str(uds)) if uds else None
+        with httpx.Client(base_url=url, transport=transport, timeout=30) as client:
+            yield Served(process, client, log)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(log: Path, process: subprocess.Popen[str]) -> str:
+    """The URL that the log says it serves on."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if found := re.search(r"serving on (http://[\d.]+:\d+|unix:)", log.read_text()):
+            return found[1] if found[1] != "unix:" else "http://localhost"
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.05)
+    raise AssertionError(log.read_text())
+
+
+def forward(client: httpx.Client, **fields: object) -> httpx.Response:
+    return client.post("/v1/layers/0/forward", json=ZEROS | fields)
+
+
+def begun(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "forward begins\n"
+
+
+def test_serves_drains_and_ends_with_0(tmp_path: Path) -> None:
+    with served(tmp_path, before=SLOW_FORWARD.format(seconds=1.5)) as it, ThreadPoolExecutor() as pool:
+        names = [record["name"] for record in it.client.get("/v1/adapters").json()["adapters"]]
+        assert names == ["demo-a", "demo-b"]
+        models = it.client.get("/v1/models").json()["data"]
+        assert models[0]["id"] == "moelet-demo"
+        again = it.client.put("/v1/adapters/demo-a", json={"path": "moelet-demo/demo-a"})
+        assert (again.status_code, again.json()["version"]) == (200, 2)
+        running = pool.submit(forward, it.client, adapter="demo-b")
+        begun(it.process)
+        it.process.send_signal(signal.SIGTERM)
+        while it.client.get("/ready").status_code == 200:
+            time.sleep(0.01)
+        refused = forward(it.client)
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["type"] == "ServiceUnavailableError"
+        assert it.client.get("/health").json() == {"status": "draining"}
+        assert running.result().status_code == 200
+        assert it.wait() == 0
+        assert "Traceback" not in it.log.read_text()
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    with served(tmp_path, before=SLOW_FORWARD.format(seconds=60)) as it, ThreadPoolExecutor() as pool:
+        running = pool.submit(forward, it.client)
+        begun(it.process)
+        it.process.send_signal(signal.SIGINT)
+        while it.client.get("/ready").status_code == 200:
+            time.sleep(0.01)
+        it.process.send_signal(signal.SIGTERM)
+        assert it.process.wait(5) == 128 + signal.SIGTERM
+        with pytest.raises(httpx.HTTPError):
+            running.result()
+
+
+def test_a_failed_engine_ends_with_1(tmp_path: Path) -> None:
+    with served(tmp_path, before=FAILING_FORWARD) as it:
+        failed = forward(it.client)
+        assert failed.status_code == 503
+        assert "fell off the bus" in failed.json()["error"]["message"]
+        assert it.wait() == 1
+        assert "fell off the bus" in it.log.read_text()
+
+
+def test_unix_socket_and_json_log(tmp_path: Path) -> None:
+    uds = tmp_path / "s"
+    with served(tmp_path, "--log-format", "json", "--log-level", "debug", "--layers", "0,2", uds=uds) as it:
+        answer = it.client.post("/v1/layers/0/forward", json=ZEROS, headers={"X-Request-Id": "mine"})
+        assert answer.status_code == 200
+        assert answer.json()["num_tokens"] == 3
+        assert [layer["layer"] for layer in it.client.get("/v1/layers").json()["layers"]] == [0, 2]
+        it.process.send_signal(signal.SIGINT)
+        assert it.wait() == 0
+        lines = [json.loads(line) for line in it.log.read_text().splitlines()]
+        assert any(line.get("request_id") == "mine" and line["level"] == "debug" for line in lines)
+        assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
+    assert not uds.exists()

@@ -1,0 +1,109 @@
+"""The path policy of adapters: nothing outside the roots is read, told apart, or reached by a link."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moelet.layer.errors import AdapterForbiddenError, AdapterNotFoundError, ConfigurationError, RequestError
+from moelet.service.adapter_roots import AdapterRoots
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("roots") / "root"
+    (root / "team" / "a").mkdir(parents=True)
+    (root / "team" / "a" / "adapter_config.json").write_text("{}")
+    (root / "file").write_text("")
+    (root / "inner").symlink_to(root / "team" / "a")
+    (root / "loop").symlink_to(root / "loop")
+    outside = root.parent / "root-but-not"
+    (outside / "a").mkdir(parents=True)
+    (root / "outer").symlink_to(outside)
+    (root / "absent").symlink_to(outside / "absent")
+    return root
+
+
+def test_what_lies_below_a_root_is_found(root: Path) -> None:
+    roots = AdapterRoots([root])
+    folder = root / "team" / "a"
+    for sent in ("team/a", "./team/../team/a", "team/a/", "inner", str(folder), "outer/../root/team/a"):
+        assert roots.resolve(sent, "path") == folder
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        "..",
+        "../root-but-not/a",
+        "/",
+        "/etc/passwd",
+        "outer",
+        "outer/a",
+        "absent",
+        "team/../../root-but-not",
+        "outer/./a",
+    ],
+)
+def test_what_lies_outside_is_forbidden_whether_or_not_it_is_there(root: Path, sent: str) -> None:
+    with pytest.raises(AdapterForbiddenError) as caught:
+        AdapterRoots([root]).resolve(sent, "path")
+    assert str(caught.value) == f"{sent} lies outside every adapter root of this service"
+
+
+@pytest.mark.parametrize("sent", ["nothing", "team/b", "file", "file/a", "loop", "x" * 5000, "é", "~/x"])
+def test_what_is_not_there_is_not_found(root: Path, sent: str) -> None:
+    with pytest.raises(AdapterNotFoundError):
+        AdapterRoots([root]).resolve(sent, "path")
+
+
+@pytest.mark.parametrize("sent", ["", "a\0b", "\ud800"])
+def test_what_is_no_path_is_the_request_s_fault(root: Path, sent: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        AdapterRoots([root]).resolve(sent, "lora_path")
+    assert caught.value.param == "lora_path"
+
+
+def test_a_root_may_itself_be_a_link(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(root)
+    roots = AdapterRoots([tmp_path / "link"])
+    assert roots.resolve(str(tmp_path / "link" / "team" / "a"), "path") == root / "team" / "a"
+    assert roots.resolve(str(root / "team" / "a"), "path") == root / "team" / "a"
+
+
+def test_an_adapter_file_that_leads_out_is_forbidden(tmp_path: Path) -> None:
+    root, secret = tmp_path / "root", tmp_path / "secret"
+    (root / "a").mkdir(parents=True)
+    secret.write_text("")
+    (root / "a" / "adapter_model.safetensors").symlink_to(secret)
+    with pytest.raises(AdapterForbiddenError, match=r"adapter_model\.safetensors"):
+        AdapterRoots([root]).resolve("a", "path")
+
+
+def test_a_root_that_is_no_folder_stops_the_start(root: Path) -> None:
+    for path in (root / "file", root / "nothing"):
+        with pytest.raises(ConfigurationError, match="--adapter-root"):
+            AdapterRoots([path])
+
+
+def test_without_a_root_everything_is_forbidden() -> None:
+    with pytest.raises(AdapterForbiddenError, match="--adapter-root"):
+        AdapterRoots([]).resolve("/etc", "path")
+
+
+PARTS = st.sampled_from(
+    ["..", ".", "", "team", "a", "inner", "outer", "loop", "absent", "file", "root-but-not", "root"]
+)
+
+
+@given(parts=st.lists(PARTS, max_size=8), absolute=st.booleans())
+def test_whatever_is_found_lies_below_the_root(root: Path, parts: list[str], absolute: bool) -> None:
+    sent = "/".join([str(root), *parts] if absolute else parts)
+    try:
+        found = AdapterRoots([root]).resolve(sent, "path")
+    except (AdapterForbiddenError, AdapterNotFoundError, RequestError):
+        return
+    assert os.path.realpath(found) == str(found)
+    assert os.path.commonpath([found, root]) == str(root)

@@ -1,0 +1,143 @@
+"""Options, their environment variables and defaults, and the sentence that a wrong value gets."""
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from moelet.layer.errors import ConfigurationError
+from moelet.service import cli
+from moelet.service.settings import Settings, unknown_variables
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*(f"MOELET_{field.upper()}" for field in Settings.model_fields), *unknown_variables()):
+        monkeypatch.delenv(name, raising=False)
+
+
+def read(**options: Any) -> Settings:
+    return Settings.read(**{"checkpoint": "ckpt", **options})
+
+
+def test_defaults_are_those_of_the_contract() -> None:
+    settings = read()
+    told = settings.model_dump(exclude={"checkpoint"})
+    assert told == {
+        "demo": False,
+        "host": "127.0.0.1",
+        "port": 8000,
+        "uds": None,
+        "device": "auto",
+        "layers": None,
+        "served_model_name": None,
+        "adapter": (),
+        "adapter_root": (),
+        "max_loras": 8,
+        "max_cpu_loras": 32,
+        "max_lora_rank": 64,
+        "max_decode_tokens": 256,
+        "decode_shapes": None,
+        "plan": "auto",
+        "max_body_mb": 64.0,
+        "log_format": "text",
+        "log_level": "info",
+    }
+
+
+def test_every_setting_is_an_option_whose_help_tells_its_default() -> None:
+    parameters = inspect.signature(cli.serve).parameters
+    assert set(parameters) == set(Settings.model_fields)
+    hints = get_type_hints(cli.serve, include_extras=True)
+    for name, field in Settings.model_fields.items():
+        text = get_args(hints[name])[1].help
+        if field.default not in (None, (), False):
+            assert f"({field.default:g})" in text if isinstance(field.default, float) else f"({field.default})" in text
+
+
+def test_the_option_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOELET_PORT", "1234")
+    monkeypatch.setenv("MOELET_MAX_LORAS", "2")
+    monkeypatch.setenv("MOELET_HOST", "")
+    settings = read(port=4321, host=None)
+    assert (settings.port, settings.max_loras, settings.host) == (4321, 2, "127.0.0.1")
+
+
+def test_lists_from_the_environment_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOELET_ADAPTER", "a=/x/a, b=/x=y/b")
+    monkeypatch.setenv("MOELET_ADAPTER_ROOT", "/x,/y")
+    monkeypatch.setenv("MOELET_LAYERS", "7,0-2,1")
+    monkeypatch.setenv("MOELET_DECODE_SHAPES", "1,2,4")
+    settings = read()
+    assert settings.adapter == (("a", Path("/x/a")), ("b", Path("/x=y/b")))
+    assert settings.adapter_root == (Path("/x"), Path("/y"))
+    assert settings.layers == (0, 1, 2, 7)
+    assert settings.decode_shapes == (1, 2, 4)
+
+
+def test_lists_from_options() -> None:
+    settings = read(adapter=["a=/x,y"], adapter_root=[Path("/r,s")], layers="3")
+    assert settings.adapter == (("a", Path("/x,y")),)
+    assert settings.adapter_root == (Path("/r,s"),)
+    assert settings.layers == (3,)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"port": 65536}, ("--port", "65535", "65536")),
+        ({"port": "x"}, ("--port", "integer", "'x'")),
+        ({"device": "gpu"}, ("--device", "cuda", "'gpu'")),
+        ({"layers": "3-1"}, ("--layers", "0-3,7", "'3-1'")),
+        ({"layers": ""}, ("--layers", "0-3,7")),
+        ({"layers": "0;1"}, ("--layers", "0-3,7")),
+        ({"adapter": ["a"]}, ("--adapter", "NAME=PATH")),
+        ({"adapter": ["a=/x", "a=/y"]}, ("--adapter", "a twice")),
+        ({"max_loras": 0}, ("--max-loras", "1", "0")),
+        ({"max_body_mb": 0}, ("--max-body-mb", "greater than 0")),
+        ({"max_body_mb": "nan"}, ("--max-body-mb", "nan")),
+        ({"plan": "fast"}, ("--plan", "two_stream", "'fast'")),
+        ({"log_level": "loud"}, ("--log-level", "debug")),
+        ({"decode_shapes": "1,x"}, ("--decode-shapes", "integer")),
+        ({"checkpoint": None}, ("CHECKPOINT", "--demo")),
+        ({"demo": True}, ("CHECKPOINT", "--demo", "not both")),
+    ],
+)
+def test_a_wrong_value_is_told_in_one_sentence(options: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        read(**options)
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    assert all(word in sentence for word in words), sentence
+
+
+def test_the_sentence_names_the_variable_where_the_value_came_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOELET_MAX_LORA_RANK", "many")
+    with pytest.raises(ConfigurationError, match=r"^MOELET_MAX_LORA_RANK: .* got 'many'$"):
+        read()
+
+
+def test_the_port_that_kubernetes_sets_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOELET_PORT", "tcp://10.0.0.7:8000")
+    with pytest.raises(ConfigurationError, match="Kubernetes"):
+        read()
+    assert read(port=1).port == 1
+
+
+def test_unknown_variables_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MOELET_MAX_LORAZ", "MOELET_CACHE_DIR", "MOELET_SERVICE_HOST", "MOELET_PORT_8000_TCP", "MOELET_PORT"):
+        monkeypatch.setenv(name, "1")
+    assert unknown_variables() == ("MOELET_MAX_LORAZ",)
+
+
+def test_changed_gpu_options_are_named() -> None:
+    assert read().changed_gpu_options == ()
+    assert read(plan="two_stream", decode_shapes="1").changed_gpu_options == ("--decode-shapes", "--plan")[::-1]
+
+
+def test_settings_do_not_change() -> None:
+    settings = read()
+    with pytest.raises(ValueError, match=re.compile("frozen", re.IGNORECASE)):
+        settings.port = 1  # type: ignore[misc]
