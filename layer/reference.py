@@ -101,11 +101,10 @@ class ReferenceEngine:
 
     def _layer_adapters(self, batch: LayerBatch) -> dict[int, LayerAdapter]:
         """What the adapters of this batch change in this layer, by slot."""
-        present = [] if batch.token_slots is None else sorted(set(batch.token_slots.tolist()))
+        if batch.token_slots is None:
+            return {}
         found: dict[int, LayerAdapter] = {}
-        for slot in present:
-            if slot < 0:
-                continue
+        for slot in (batch.token_slots + 1).bincount()[1:].nonzero().flatten().tolist():
             adapter = self._slots[slot]
             if adapter is None:
                 raise RequestError(f"adapter slot {slot} is empty", "token_slots")

@@ -20,8 +20,8 @@ LARGEST_SLACK = 1e-6
 
 def frobenius_error(value: Tensor, truth: Tensor) -> float:
     """``|value - truth| / |truth|`` over all elements, in float64 (absolute where the truth is zero)."""
-    norm = truth.double().norm().item()
-    return (value.double() - truth.double()).norm().item() / (norm or 1.0)
+    norm = float(truth.double().norm())
+    return float((value.double() - truth.double()).norm()) / (norm or 1.0)
 
 
 def largest_error(value: Tensor, truth: Tensor) -> float:
