@@ -7,6 +7,7 @@
 
 constexpr int kThreads = 128;
 constexpr int kColumns = 8;
+constexpr int kBatch = LORA ? 4 : 8;  // choices summed together
 
 struct Sum {
     float value[kColumns] = {};
@@ -35,19 +36,33 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const bool has_adapter = token_slots[token] >= 0;
 #endif
     Sum sum;
-#pragma unroll 4
-    for (int choice = 0; choice < choices; ++choice) {
-        const int place = places[token * choices + choice];
-        if (place < 0) continue;
-        const float weight = choice < top_k       ? topk_weights[token * top_k + choice]
-                             : shared_weights     ? shared_weights[token]
-                                                  : 1.0f;
-        const int64_t offset = int64_t(place) * hidden_stride + column;
-        uint4 deltas{0, 0, 0, 0};
+    for (int first = 0; first < choices; first += kBatch) {
+        // All of a batch is in flight before the first of it is summed.
+        int place[kBatch];
+        float weight[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int choice = first + i;
+            place[i] = choice < choices ? places[token * choices + choice] : -1;
+            weight[i] = choice < top_k                      ? topk_weights[token * top_k + choice]
+                        : choice < choices && shared_weights ? shared_weights[token]
+                                                             : 1.0f;
+        }
+        uint4 rows[kBatch];
+        uint4 deltas[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int64_t offset = int64_t(max(place[i], 0)) * hidden_stride + column;
+            deltas[i] = uint4{0, 0, 0, 0};
+            if (place[i] < 0) continue;
+            rows[i] = *reinterpret_cast<const uint4*>(down + offset);
 #if LORA
-        if (has_adapter) deltas = *reinterpret_cast<const uint4*>(delta + offset);
+            if (has_adapter) deltas[i] = *reinterpret_cast<const uint4*>(delta + offset);
 #endif
-        sum.add(weight, *reinterpret_cast<const uint4*>(down + offset), deltas);
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+            if (place[i] >= 0) sum.add(weight[i], rows[i], deltas[i]);
     }
     uint4 packed{pack_bf16(sum.value[0], sum.value[1]), pack_bf16(sum.value[2], sum.value[3]),
                  pack_bf16(sum.value[4], sum.value[5]), pack_bf16(sum.value[6], sum.value[7])};

@@ -24,7 +24,7 @@ constexpr int kConsumers = 2 * BLOCK_M;
 constexpr int kWeightBytes = BLOCK_M * kBlockBytes;
 constexpr int kTokenBytes = round_up(MAX_N * kBlockBytes, 1024);
 constexpr int kStageBytes = kWeightBytes + kTokenBytes;
-constexpr int kTileFeatures = BLOCK_M / 2;  // features of one gate_up tile
+[[maybe_unused]] constexpr int kTileFeatures = BLOCK_M / 2;  // features of one gate_up tile
 constexpr int kStagingBytes = EPILOGUE == EPILOGUE_ACTIVATION ? kTokenBytes : 0;
 
 constexpr int kNoItem = -1;
@@ -38,9 +38,10 @@ struct Ring {
 struct Cursor {
     int stage = 0;
     uint32_t parity = 0;
-    __device__ void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
+    __device__ __forceinline__ void advance(int stages = 1) {
+        stage += stages;
+        if (stage >= STAGES) {
+            stage -= STAGES;
             parity ^= 1;
         }
     }
@@ -59,36 +60,70 @@ struct Gemm {
     int out_stride;
 };
 
-__device__ __forceinline__ void produce(const Gemm& gemm, uint8_t* stages, Ring& ring) {
+struct Source {
+    const uint8_t* weights;
+    const uint8_t* tokens;
+    uint32_t token_bytes;
+
+    __device__ __forceinline__ Source(const Gemm& gemm, int item) {
+        const TokenTile tile = gemm.tiles[item / gemm.row_tiles];
+        weights = gemm.weights + (int64_t(tile.expert) * gemm.k_blocks * gemm.row_tiles + item % gemm.row_tiles) * kWeightBytes;
+        tokens = gemm.tokens + int64_t(tile.first_row) * kBlockBytes;
+        token_bytes = round_up(tile.num_rows, kRowAlign) * kBlockBytes;
+    }
+};
+
+struct Producer {
+    const Gemm& gemm;
+    uint8_t* stages;
+    Ring& ring;
     const uint64_t weight_policy = evict_first_policy();
     const uint64_t token_policy = evict_last_policy();
-    const int64_t block_stride = int64_t(gemm.row_tiles) * kWeightBytes;
-    Cursor cursor;
-    int next;
-    for (int item = blockIdx.x; item < gemm.num_items; item = next) {
-        next = gridDim.x + atomicAdd(gemm.ticket, 1);
-        const TokenTile tile = gemm.tiles[item / gemm.row_tiles];
-        const int row_tile = item % gemm.row_tiles;
-        const uint8_t* weights =
-            gemm.weights + int64_t(tile.expert) * gemm.k_blocks * block_stride + int64_t(row_tile) * kWeightBytes;
-        const uint8_t* tokens = gemm.tokens + int64_t(tile.first_row) * kBlockBytes;
-        const uint32_t token_bytes = round_up(tile.num_rows, kRowAlign) * kBlockBytes;
-        for (int block = 0; block < gemm.k_blocks; ++block) {
-            uint8_t* stage = stages + cursor.stage * kStageBytes;
-            barrier_wait(&ring.empty[cursor.stage], cursor.parity ^ 1);
-            ring.item[cursor.stage] = item;
-            barrier_expect(&ring.full[cursor.stage], kWeightBytes + token_bytes);
-            bulk_load(stage, weights, kWeightBytes, &ring.full[cursor.stage], weight_policy);
-            bulk_load(stage + kWeightBytes, tokens, token_bytes, &ring.full[cursor.stage], token_policy);
-            weights += block_stride;
-            tokens += int64_t(gemm.rows) * kBlockBytes;
-            cursor.advance();
-        }
+
+    __device__ __forceinline__ void load_weights(const Source& source, int item, int block, int stage) {
+        ring.item[stage] = item;
+        barrier_expect(&ring.full[stage], kWeightBytes + source.token_bytes);
+        bulk_load(stages + stage * kStageBytes, source.weights + int64_t(block) * gemm.row_tiles * kWeightBytes,
+                  kWeightBytes, &ring.full[stage], weight_policy);
     }
-    barrier_wait(&ring.empty[cursor.stage], cursor.parity ^ 1);
-    ring.item[cursor.stage] = kNoItem;
-    barrier_arrive(&ring.full[cursor.stage]);
-}
+    __device__ __forceinline__ void load_tokens(const Source& source, int block, int stage) {
+        bulk_load(stages + stage * kStageBytes + kWeightBytes, source.tokens + int64_t(block) * gemm.rows * kBlockBytes,
+                  source.token_bytes, &ring.full[stage], token_policy);
+    }
+    // Weights do not depend on the kernels before: a first ring of them is under way while those finish.
+    __device__ __forceinline__ int start(const Source& source, int item) {
+        const int blocks = min(STAGES, gemm.k_blocks);
+        for (int block = 0; block < blocks; ++block) load_weights(source, item, block, block);
+        grid_dependency_wait();
+        for (int block = 0; block < blocks; ++block) load_tokens(source, block, block);
+        return blocks;
+    }
+    __device__ __forceinline__ void run() {
+        Cursor cursor;
+        int next;
+        bool started = false;
+        for (int item = blockIdx.x; item < gemm.num_items; item = next) {
+            next = gridDim.x + atomicAdd(gemm.ticket, 1);
+            const Source source(gemm, item);
+            int block = 0;
+            if (!started) {
+                block = start(source, item);
+                cursor.advance(block);
+                started = true;
+            }
+            for (; block < gemm.k_blocks; ++block) {
+                barrier_wait(&ring.empty[cursor.stage], cursor.parity ^ 1);
+                load_weights(source, item, block, cursor.stage);
+                load_tokens(source, block, cursor.stage);
+                cursor.advance();
+            }
+        }
+        if (!started) grid_dependency_wait();
+        barrier_wait(&ring.empty[cursor.stage], cursor.parity ^ 1);
+        ring.item[cursor.stage] = kNoItem;
+        barrier_arrive(&ring.full[cursor.stage]);
+    }
+};
 
 template <int N>
 __device__ __forceinline__ void multiply_tile(float (&acc)[N / 2], int k_blocks, const uint8_t* stages, Ring& ring,
@@ -205,13 +240,17 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1)
         barrier_init_fence();
     }
     __syncthreads();
+    // The down GEMM may start while gate_up runs: what it reads before its wait, permute wrote, and gate_up lets
+    // it start only after its own wait for that. gate_up's own tiles come from its predecessor.
+#if EPILOGUE != EPILOGUE_DOWN
     grid_dependency_wait();
+#endif
     grid_dependency_launch();
 
     const uint8_t* weights = EPILOGUE == EPILOGUE_DOWN ? layer->down : layer->gate_up;
     const Gemm gemm{weights, tokens, tiles, ticket, *num_tiles * row_tiles, k_blocks, row_tiles, rows, out, out_stride};
     if (threadIdx.x >= kConsumers) {
-        if (threadIdx.x == kConsumers) produce(gemm, stages, ring);
+        if (threadIdx.x == kConsumers) Producer{gemm, stages, ring}.run();
         return;
     }
     Cursor cursor;

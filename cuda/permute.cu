@@ -10,6 +10,7 @@
 #include "common/tiles.cuh"
 
 constexpr uint16_t kNoKey = 0xffff;
+constexpr int kThreads = 256;
 constexpr int kTickets = 2;  // of the two grouped GEMMs that follow
 
 struct Rows {
@@ -24,23 +25,47 @@ struct Rows {
     int* warp_sums;      // [32]
 };
 
-__device__ __forceinline__ int expert_of(const int* topk_ids, int row, int choices, int top_k, int local_offset,
-                                         int num_local) {
-    const int choice = row % choices;
-    if (choice >= top_k) return num_local + choice - top_k;
-    const int expert = topk_ids[row / choices * top_k + choice] - local_offset;
-    return expert >= 0 && expert < num_local ? expert : -1;
+struct Routing {
+    const int* __restrict__ topk_ids;     // [tokens, top_k] global expert ids
+    const int* __restrict__ token_slots;  // [tokens] adapter slot or -1
+    int top_k;
+    int local_offset;
+    int num_local;
+};
+
+// Sort key of a slot row, kNoKey without a local expert.
+__device__ __forceinline__ uint16_t key_of(const Rows& rows, const Routing& routing, int row) {
+    const int token = row / rows.choices;
+    const int choice = row % rows.choices;
+    int expert = routing.num_local + choice - routing.top_k;
+    if (choice < routing.top_k) {
+        expert = __ldg(routing.topk_ids + token * routing.top_k + choice) - routing.local_offset;
+        if (expert < 0 || expert >= routing.num_local) return kNoKey;
+    }
+    const int bucket = rows.buckets > 1 ? __ldg(routing.token_slots + token) + 1 : 0;
+    return uint16_t(expert * rows.buckets + bucket);
 }
 
-__device__ __forceinline__ void count_rows(const Rows& rows, const int* topk_ids, const int* token_slots, int top_k,
-                                           int local_offset, int num_local) {
-    for (int i = threadIdx.x; i < rows.num_experts * rows.buckets; i += blockDim.x) rows.prefix[i] = 0;
-    __syncthreads();
-    for (int row = threadIdx.x; row < rows.num_rows; row += blockDim.x) {
-        const int expert = expert_of(topk_ids, row, rows.choices, top_k, local_offset, num_local);
-        const int bucket = rows.buckets > 1 ? token_slots[row / rows.choices] + 1 : 0;
-        rows.keys[row] = expert < 0 ? kNoKey : uint16_t(expert * rows.buckets + bucket);
-        if (expert >= 0) atomicAdd(&rows.prefix[expert * rows.buckets + bucket], 1);
+__device__ __forceinline__ void count_rows(const Rows& rows, const Routing& routing) {
+    constexpr int kBatch = 8;  // keys in flight per thread
+    for (int start = 0; start < max(rows.num_rows, 1); start += kBatch * kThreads) {
+        const int first = start + threadIdx.x;
+        uint16_t keys[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int row = first + i * kThreads;
+            keys[i] = row < rows.num_rows ? key_of(rows, routing, row) : kNoKey;
+        }
+        if (start == 0) {  // the keys' loads are under way meanwhile
+            for (int i = threadIdx.x; i < rows.num_experts * rows.buckets; i += kThreads) rows.prefix[i] = 0;
+            __syncthreads();
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int row = first + i * kThreads;
+            if (row < rows.num_rows) rows.keys[row] = keys[i];
+            if (keys[i] != kNoKey) atomicAdd(&rows.prefix[keys[i]], 1);
+        }
     }
     __syncthreads();
 }
@@ -116,40 +141,61 @@ __device__ __forceinline__ void write_groups(const Rows& rows, LoraGroup* groups
 __device__ __forceinline__ int rank_of(const Rows& rows, int row) {
     const uint16_t key = rows.keys[row];
     int before = 0;
+#pragma unroll 8
     for (int i = threadIdx.x % 32; i < row; i += 32) before += rows.keys[i] == key;
     return __reduce_add_sync(~0u, before);
 }
 
-__device__ __forceinline__ void gather_row(const bf16* hidden, bf16* tokens, int token, int place, int k_blocks,
-                                           int padded_rows) {
-    const uint4* source = reinterpret_cast<const uint4*>(hidden + int64_t(token) * k_blocks * kBlockK);
-    for (int chunk = threadIdx.x % 32; chunk < k_blocks * (kBlockK / kChunk); chunk += 32)
-        *reinterpret_cast<uint4*>(tokens + block_major_offset(place, chunk * kChunk, padded_rows)) = source[chunk];
-}
+// A warp's share of one token's hidden state, on its way through registers.
+struct HiddenRow {
+    static constexpr int kHeld = 8;  // 16-byte chunks a lane: 2048 elements a warp
+    uint4 chunk[kHeld];
 
-extern "C" __global__ void __launch_bounds__(256)
+    __device__ __forceinline__ void load(const bf16* hidden, int first, int num_chunks) {
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) {
+            const int index = first + i * 32 + threadIdx.x % 32;
+            if (index < num_chunks) chunk[i] = __ldg(reinterpret_cast<const uint4*>(hidden) + index);
+        }
+    }
+    __device__ __forceinline__ void store(bf16* tokens, int first, int num_chunks, int place, int padded_rows) const {
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) {
+            const int index = first + i * 32 + threadIdx.x % 32;
+            if (index < num_chunks)
+                *reinterpret_cast<uint4*>(tokens + block_major_offset(place, index * kChunk, padded_rows)) = chunk[i];
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
     permute(const LayerArgs* layer, const bf16* hidden, const int* topk_ids, const int* token_slots, int* places,
             int* row_slots, bf16* tokens, TokenTile* tiles, int* num_tiles, LoraGroup* groups, int* num_groups,
-            int* tickets, int top_k, int num_shared, int local_offset, int num_local, int num_slots, int k_blocks, int padded_rows,
-            int tile_rows, int max_tokens) {
+            int* tickets, int top_k, int num_shared, int local_offset, int num_local, int num_slots, int k_blocks,
+            int padded_rows, int tile_rows, int max_tokens) {
     extern __shared__ __align__(16) uint8_t shared[];
-    const int choices = top_k + num_shared;
-    const int num_experts = num_local + num_shared;
-    const int buckets = num_slots + 1;
+    constexpr int kWarps = kThreads / 32;
+    constexpr int kStride = HiddenRow::kHeld * 32;
+    const int lane = threadIdx.x % 32;
+    const int num_chunks = k_blocks * (kBlockK / kChunk);
     grid_dependency_wait();
     grid_dependency_launch();
 
     Rows rows;
-    rows.choices = choices;
-    rows.num_experts = num_experts;
-    rows.buckets = buckets;
-    rows.num_rows = layer->num_tokens * choices;
+    rows.choices = top_k + num_shared;
+    rows.num_experts = num_local + num_shared;
+    rows.buckets = num_slots + 1;
+    // The first row's hidden state is fetched before anything is known of its place.
+    const int first_row = blockIdx.x * kWarps + threadIdx.x / 32;
+    HiddenRow held;
+    held.load(hidden + int64_t(min(first_row / rows.choices, max_tokens - 1)) * k_blocks * kBlockK, 0, num_chunks);
+    rows.num_rows = layer->num_tokens * rows.choices;
     rows.warp_sums = reinterpret_cast<int*>(shared);
     rows.counts = rows.warp_sums + 32;
-    rows.starts = rows.counts + num_experts;
-    rows.prefix = rows.starts + num_experts;
-    rows.keys = reinterpret_cast<uint16_t*>(rows.prefix + num_experts * buckets);
-    count_rows(rows, topk_ids, token_slots, top_k, local_offset, num_local);
+    rows.starts = rows.counts + rows.num_experts;
+    rows.prefix = rows.starts + rows.num_experts;
+    rows.keys = reinterpret_cast<uint16_t*>(rows.prefix + rows.num_experts * rows.buckets);
+    count_rows(rows, Routing{topk_ids, token_slots, top_k, local_offset, num_local});
     place_experts(rows);
 
     if (blockIdx.x == 0) {
@@ -158,16 +204,18 @@ extern "C" __global__ void __launch_bounds__(256)
     }
     if (blockIdx.x == gridDim.x - 1 && num_slots > 0) write_groups(rows, groups, num_groups);
 
-    const int warps = blockDim.x / 32;
-    for (int row = blockIdx.x * warps + threadIdx.x / 32; row < max_tokens * choices; row += gridDim.x * warps) {
-        const bool real = row < rows.num_rows && rows.keys[row] != kNoKey;
+    for (int row = first_row; row < max_tokens * rows.choices; row += gridDim.x * kWarps) {
         int place = -1;
-        if (real) {
+        if (row < rows.num_rows && rows.keys[row] != kNoKey) {
             const int key = rows.keys[row];
-            place = rows.starts[key / buckets] + rows.prefix[key] + rank_of(rows, row);
-            gather_row(hidden, tokens, row / choices, place, k_blocks, padded_rows);
-            if (num_slots > 0 && threadIdx.x % 32 == 0) row_slots[place] = key % buckets - 1;
+            place = rows.starts[key / rows.buckets] + rows.prefix[key] + rank_of(rows, row);
+            const bf16* source = hidden + int64_t(row / rows.choices) * k_blocks * kBlockK;
+            for (int chunk = 0; chunk < num_chunks; chunk += kStride) {
+                if (row != first_row || chunk != 0) held.load(source, chunk, num_chunks);
+                held.store(tokens, chunk, num_chunks, place, padded_rows);
+            }
+            if (num_slots > 0 && lane == 0) row_slots[place] = key % rows.buckets - 1;
         }
-        if (threadIdx.x % 32 == 0) places[row] = place;
+        if (lane == 0) places[row] = place;
     }
 }

@@ -195,6 +195,7 @@ class Launches:
                 "hidden_stride": int32(geometry.output_stride),
             },
             waits=True,
+            programmatic=not self.lora,
             reads=self._routing_reads | {"places", "shared_weights", "down"} | lora_reads,
             writes=frozenset({"output"}),
         )
@@ -211,7 +212,8 @@ class Launches:
         down = epilogue == kernels.EPILOGUE_DOWN
         rows_out = geometry.output_stride if down else 2 * geometry.intermediate_stride
         row_tiles = rows_out // config.block_m
-        shared_bytes = config.shared_bytes(staging=epilogue == kernels.EPILOGUE_ACTIVATION)
+        staging = epilogue == kernels.EPILOGUE_ACTIVATION
+        shared_bytes = config.shared_bytes(staging=staging, exclusive=self.lora or not down)
         items = geometry.token_tiles(self.num_tokens, self._tile) * row_tiles
         return self.kernels.get(kernels.grouped_gemm(config, epilogue), dynamic=True).prepare(
             grid=(min(items, self.sm_count), 1, 1),
@@ -231,6 +233,7 @@ class Launches:
                 "out_stride": int32(geometry.output_stride if down else geometry.intermediate_stride),
             },
             waits=True,
+            programmatic=not self.lora,
             reads=frozenset({"input", source, "tiles", "num_tiles"}),
             writes=frozenset({target, "tickets"}),
             label="down_gemm" if down else "gate_up_gemm",
@@ -251,7 +254,7 @@ class Launches:
         shrink = size_name == "k_steps"
         rows = {"rows": int32(self._rows)} if shrink else {}
         return self.kernels.get(specialisation).prepare(
-            grid=(min(items, 2 * self.sm_count), 1, 1),
+            grid=(min(items, self.sm_count), 1, 1),
             block=(256, 1, 1),
             stream=stream,
             arguments={

@@ -8,7 +8,8 @@ import pytest
 if TYPE_CHECKING:
     from running_service import OpenEngine, RunningService
 
-pytest.register_assert_rewrite("contract", "oracle", "running_service")
+CONTRACT = ("terms", "forwards", "adapters", "swaps", "operation")
+pytest.register_assert_rewrite("oracle", "running_service", *(f"contract_{part}" for part in CONTRACT))
 
 
 @pytest.fixture(scope="module")
