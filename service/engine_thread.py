@@ -44,8 +44,10 @@ class EngineThread:
 
     def close(self) -> None:
         """Let what was submitted finish, close the engine and end the thread."""
-        self._executor.submit(self._engine.close).result()
-        self._executor.shutdown()
+        try:
+            self._executor.submit(self._engine.close).result()
+        finally:
+            self._executor.shutdown()
 
     def _run(self, work: Callable[[Engine], Result]) -> Result:
         if self.failure is not None:

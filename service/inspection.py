@@ -1,18 +1,21 @@
 """What ``moelet inspect`` prints: a report of a checkpoint or an adapter, as tables or as JSON."""
 
 import json
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from ..layer.adapter_loading import load_adapter
 from ..layer.checkpoint import open_checkpoint
 from ..layer.errors import AdapterNotFoundError, ConfigurationError
-from ..layer.report import AdapterReport, CheckpointReport, adapter_report, checkpoint_report
+from ..layer.report import AdapterReport, CheckpointReport, ProjectionReport, adapter_report, checkpoint_report
+from ..layer.spec import ranges
 
 Report = CheckpointReport | AdapterReport
 
@@ -53,41 +56,82 @@ def as_json(report: Report) -> str:
 def show(report: Report) -> None:
     """Print ``report`` as tables."""
     console = Console()
-    facts = Table(show_header=False, box=None)
-    for field in fields(report):
-        value = getattr(report, field.name)
-        if not isinstance(value, tuple) and value is not None:
-            facts.add_row(words(field.name), number(field.name, value))
-    console.print(facts)
+    facts = {field.name: getattr(report, field.name) for field in fields(report)}
+    console.print(pairs({name: value for name, value in facts.items() if value not in (None, "")}))
     for title, rows in sections(report).items():
         if rows:
             console.print(table(title, rows))
 
 
 def sections(report: Report) -> dict[str, list[dict[str, Any]]]:
-    """The rows of each table by its title."""
+    """The rows of each table by its title; layers that are alike share their rows."""
     if isinstance(report, CheckpointReport):
-        return {
-            "MoE layers": [asdict(layer) for layer in report.layers],
+        groups = alike_layers((layer.index, asdict(layer)) for layer in report.layers)
+        alike = {f"layers {layers}, each": fact_rows(facts) for layers, facts in groups}
+        return alike | {
             "not served": [asdict(skipped) for skipped in report.skipped],
             "notes": [{"note": note} for note in report.notes],
         }
+    changed = [(layer.index, projection_row(part)) for layer in report.layers for part in layer.projections]
     return {
-        "projections": [
-            {"layer": layer.index, **asdict(part)} for layer in report.layers for part in layer.projections
-        ],
+        "projections": [{"layers": layers, **row} for layers, row in alike_layers(changed)],
         "ignored keys": [asdict(ignored) for ignored in report.ignored],
         "does not fit the base": [{"reason": reason} for reason in report.refused],
     }
 
 
-def table(title: str, rows: list[dict[str, Any]]) -> Table:
+def fact_rows(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row for each fact, under headings that are blank."""
+    return [{"": words(name), " ": told(name, value)} for name, value in facts.items()]
+
+
+def alike_layers(rows: Iterable[tuple[int, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+    """``(layer, facts)`` with the layers of equal facts brought together as ``"0-3,7"``."""
+    groups: list[tuple[list[int], dict[str, Any]]] = []
+    for index, facts in rows:
+        facts = {name: value for name, value in facts.items() if name != "index"}
+        found = next((layers for layers, known in groups if known == facts), None)
+        if found is None:
+            groups.append(([index], facts))
+        else:
+            found.append(index)
+    return [(ranges(layers), facts) for layers, facts in groups]
+
+
+def projection_row(part: ProjectionReport) -> dict[str, Any]:
+    """One projection in few columns."""
+    return {
+        "projection": part.name,
+        "out x in": f"{part.out_features} x {part.in_features}",
+        "experts": f"{part.num_experts} of {part.of_experts}",
+        "rank": span(part.min_rank, part.max_rank),
+        "scaling": span(part.min_scaling, part.max_scaling),
+        "shared": part.shared,
+        "bytes": part.bytes,
+    }
+
+
+def span(low: float, high: float) -> str:
+    """``"8"``, or ``"3 to 8"``."""
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
+def pairs(facts: Mapping[str, Any]) -> Table:
+    """The facts that are single values, a line each."""
+    shown = Table(show_header=False, box=None)
+    for name, value in facts.items():
+        if not (isinstance(value, tuple) and value and is_dataclass(value[0])) and value != ():
+            shown.add_row(words(name), told(name, value))
+    return shown
+
+
+def table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     """``rows``, all of the same keys."""
-    shown = Table(title=title, title_justify="left")
+    shown = Table(title=title, title_justify="left", box=SIMPLE, show_header=any(name.strip() for name in rows[0]))
     for name in rows[0]:
         shown.add_column(words(name), overflow="fold")
     for row in rows:
-        shown.add_row(*(number(name, value) for name, value in row.items()))
+        shown.add_row(*(told(name, value) for name, value in row.items()))
     return shown
 
 
@@ -96,7 +140,7 @@ def words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def number(name: str, value: Any) -> str:
+def told(name: str, value: Any) -> str:
     """A value for people: bytes in binary units, lists joined."""
     if name == "bytes" or name.endswith("_bytes"):
         return human_bytes(value)

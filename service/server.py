@@ -42,6 +42,7 @@ def serve(settings: Settings) -> int:
         log.info("serving on %s", address(listener))
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
             runner.run(Server(config, service).serve(sockets=[listener]))
+        log.info("stopped")
         return 1 if service.lifecycle.failure is not None else 0
 
 
