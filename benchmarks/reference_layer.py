@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import platform
 import resource
 import statistics
@@ -117,8 +118,8 @@ def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def circumstances() -> dict[str, Any]:
-    """What a reader needs to repeat the run."""
+def circumstances(load: float) -> dict[str, Any]:
+    """What a reader needs to repeat the run; ``load`` is the machine's over the minute before it."""
     return {
         "command": " ".join(["python -m benchmarks.reference_layer", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -126,6 +127,8 @@ def circumstances() -> dict[str, Any]:
         + ("+changes" if git("status", "--porcelain", "layer", "benchmarks/*.py") else ""),
         "cpu": cpu_model(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "load_average_at_start": round(load, 2),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
@@ -148,7 +151,7 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    chosen = options()
+    chosen, load = options(), os.getloadavg()[0]
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
     spec = SHAPES[chosen.shape]
@@ -173,7 +176,7 @@ def main() -> None:
         print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
 
     held = weights.nbytes + sum(adapter.nbytes for adapter in adapters)
-    report = circumstances() | {"weights_mib": round(held / 2**20), "process_peak_mib": round(peak), "rows": rows}
+    report = circumstances(load) | {"weights_mib": round(held / 2**20), "process_peak_mib": round(peak), "rows": rows}
     chosen.results.mkdir(parents=True, exist_ok=True)
     path = chosen.results / f"{report['date'][:10]}_reference_layer_{chosen.shape}.json"
     path.write_text(json.dumps(report, indent=2) + "\n")
