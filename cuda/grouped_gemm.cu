@@ -98,27 +98,36 @@ struct Producer {
         for (int block = 0; block < blocks; ++block) load_tokens(source, block, block);
         return blocks;
     }
+    __device__ __forceinline__ void load(const Source& source, int item, int first, int last, Cursor& cursor) {
+        for (int block = first; block < last; ++block) {
+            barrier_wait(&ring.empty[cursor.stage], cursor.parity ^ 1);
+            load_weights(source, item, block, cursor.stage);
+            load_tokens(source, block, cursor.stage);
+            cursor.advance();
+        }
+    }
     __device__ __forceinline__ void run() {
         Cursor cursor;
-        int next;
-        bool started = false;
-        for (int item = blockIdx.x; item < gemm.num_items; item = next) {
-            next = gridDim.x + atomicAdd(gemm.ticket, 1);
-            const Source source(gemm, item);
-            int block = 0;
-            if (!started) {
-                block = start(source, item);
-                cursor.advance(block);
-                started = true;
+        int item = blockIdx.x;
+        if (item < gemm.num_items) {
+            Source source(gemm, item);
+            int block = start(source, item);
+            cursor.advance(block);
+            while (true) {
+                // The next ticket and tile are fetched while this tile's blocks are being issued.
+                const int next = gridDim.x + atomicAdd(gemm.ticket, 1);
+                const int half = max(block, gemm.k_blocks / 2);
+                load(source, item, block, half, cursor);
+                const Source upcoming(gemm, min(next, gemm.num_items - 1));
+                load(source, item, half, gemm.k_blocks, cursor);
+                if (next >= gemm.num_items) break;
+                item = next;
+                source = upcoming;
+                block = 0;
             }
-            for (; block < gemm.k_blocks; ++block) {
-                barrier_wait(&ring.empty[cursor.stage], cursor.parity ^ 1);
-                load_weights(source, item, block, cursor.stage);
-                load_tokens(source, block, cursor.stage);
-                cursor.advance();
-            }
+        } else {
+            grid_dependency_wait();
         }
-        if (!started) grid_dependency_wait();
         barrier_wait(&ring.empty[cursor.stage], cursor.parity ^ 1);
         ring.item[cursor.stage] = kNoItem;
         barrier_arrive(&ring.full[cursor.stage]);
@@ -253,6 +262,7 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1)
         if (threadIdx.x == kConsumers) Producer{gemm, stages, ring}.run();
         return;
     }
+    grid_dependency_wait();
     Cursor cursor;
     while (true) {
         barrier_wait(&ring.full[cursor.stage], cursor.parity);

@@ -15,6 +15,7 @@ constexpr int kTickets = 2;  // of the two grouped GEMMs that follow
 
 struct Rows {
     int num_rows;        // num_tokens * choices
+    int max_rows;        // of the captured shape
     int choices;         // top_k + num_shared
     int num_experts;     // local experts, then shared ones
     int buckets;         // adapter slots + 1: bucket 0 is "no adapter"
@@ -33,7 +34,8 @@ struct Routing {
     int num_local;
 };
 
-// Sort key of a slot row, kNoKey without a local expert.
+// Sort key of a slot row, kNoKey without a local expert. Reads the routing of padding tokens too, so that no load
+// waits for the number of real ones.
 __device__ __forceinline__ uint16_t key_of(const Rows& rows, const Routing& routing, int row) {
     const int token = row / rows.choices;
     const int choice = row % rows.choices;
@@ -48,13 +50,13 @@ __device__ __forceinline__ uint16_t key_of(const Rows& rows, const Routing& rout
 
 __device__ __forceinline__ void count_rows(const Rows& rows, const Routing& routing) {
     constexpr int kBatch = 8;  // keys in flight per thread
-    for (int start = 0; start < max(rows.num_rows, 1); start += kBatch * kThreads) {
+    for (int start = 0; start < rows.max_rows; start += kBatch * kThreads) {
         const int first = start + threadIdx.x;
         uint16_t keys[kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             const int row = first + i * kThreads;
-            keys[i] = row < rows.num_rows ? key_of(rows, routing, row) : kNoKey;
+            keys[i] = row < rows.max_rows ? key_of(rows, routing, row) : kNoKey;
         }
         if (start == 0) {  // the keys' loads are under way meanwhile
             for (int i = threadIdx.x; i < rows.num_experts * rows.buckets; i += kThreads) rows.prefix[i] = 0;
@@ -63,7 +65,8 @@ __device__ __forceinline__ void count_rows(const Rows& rows, const Routing& rout
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             const int row = first + i * kThreads;
-            if (row < rows.num_rows) rows.keys[row] = keys[i];
+            if (row >= rows.num_rows) break;
+            rows.keys[row] = keys[i];
             if (keys[i] != kNoKey) atomicAdd(&rows.prefix[keys[i]], 1);
         }
     }
@@ -190,6 +193,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     HiddenRow held;
     held.load(hidden + int64_t(min(first_row / rows.choices, max_tokens - 1)) * k_blocks * kBlockK, 0, num_chunks);
     rows.num_rows = layer->num_tokens * rows.choices;
+    rows.max_rows = max_tokens * rows.choices;
     rows.warp_sums = reinterpret_cast<int*>(shared);
     rows.counts = rows.warp_sums + 32;
     rows.starts = rows.counts + rows.num_experts;
@@ -204,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     }
     if (blockIdx.x == gridDim.x - 1 && num_slots > 0) write_groups(rows, groups, num_groups);
 
-    for (int row = first_row; row < max_tokens * rows.choices; row += gridDim.x * kWarps) {
+    for (int row = first_row; row < rows.max_rows; row += gridDim.x * kWarps) {
         int place = -1;
         if (row < rows.num_rows && rows.keys[row] != kNoKey) {
             const int key = rows.keys[row];

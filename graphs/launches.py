@@ -233,7 +233,7 @@ class Launches:
                 "out_stride": int32(geometry.output_stride if down else geometry.intermediate_stride),
             },
             waits=True,
-            programmatic=not self.lora,
+            programmatic=True,
             reads=frozenset({"input", source, "tiles", "num_tiles"}),
             writes=frozenset({target, "tickets"}),
             label="down_gemm" if down else "gate_up_gemm",
