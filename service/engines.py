@@ -1,21 +1,17 @@
 """Which engine serves: on the GPU where there is a usable one, else the CPU, or what ``--device`` says."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 
 import torch
 
+from ..layer.checkpoint import Checkpoint
 from ..layer.engine import Engine
 from ..layer.errors import DeviceUnavailableError
 from ..layer.reference import ReferenceEngine
-from ..layer.spec import ModelSpec
-from ..layer.weights import LayerWeights
+from .progress import Report, steps
 from .settings import Settings
 
 MIN_CAPABILITY = (9, 0)
-GRAPH_ENGINE = "..graphs.engine"
 
 
 def choose_device(asked: str) -> str:
@@ -33,8 +29,8 @@ def choose_device(asked: str) -> str:
 
 def gpu_trouble(index: int) -> str | None:
     """Why GPU ``index`` cannot be used, or None."""
-    if find_spec(GRAPH_ENGINE, __package__) is None:
-        return "this installation has no GPU engine"
+    if not has_cuda_python():
+        return "cuda-python is not installed"
     if not torch.cuda.is_available():
         return "PyTorch finds no usable NVIDIA GPU and driver"
     if index >= torch.cuda.device_count():
@@ -45,21 +41,37 @@ def gpu_trouble(index: int) -> str | None:
     return None
 
 
-def engine_opener(
-    settings: Settings, device: str, model: ModelSpec, weights: Mapping[int, LayerWeights]
-) -> Callable[[], Engine]:
-    """What opens the engine, to be called on the engine thread."""
-    slots = {"max_loras": settings.max_loras, "max_lora_rank": settings.max_lora_rank}
+def has_cuda_python() -> bool:
+    """Whether the GPU engine's way to the driver is installed."""
+    try:
+        return find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def open_engine(settings: Settings, device: str, checkpoint: Checkpoint, report: Report) -> Engine:
+    """The engine on ``device`` with every layer of ``checkpoint`` loaded; call on the engine thread.
+
+    On the CPU the weights stay as they are read; a GPU takes them layer by layer, so that the host
+    holds one layer at a time.
+    """
+    model = checkpoint.model
+    layers = steps(sorted(model.layers), "loading layers", report)
     if device == "cpu":
-        return partial(ReferenceEngine, model, weights, **slots)
-    graph_engine: Callable[..., Engine] = import_module(GRAPH_ENGINE, __package__).GraphEngine
-    return partial(
-        graph_engine,
-        model,
-        weights,
-        **slots,
-        device=device,
-        plan=settings.plan,
+        weights = {index: checkpoint.load_layer(index) for index in layers}
+        return ReferenceEngine(model, weights, max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank)
+    from ..graphs.engine import GraphEngine, GraphOptions
+    from ..graphs.program import Plan
+
+    options = GraphOptions(
+        max_loras=settings.max_loras,
+        max_lora_rank=settings.max_lora_rank,
         max_decode_tokens=settings.max_decode_tokens,
-        decode_shapes=settings.decode_shapes,
+        decode_shapes=settings.decode_shapes or (),
+        plan=None if settings.plan == "auto" else Plan(settings.plan),
     )
+    engine = GraphEngine(model, options, ordinal=int(device.partition(":")[2]))
+    for index in layers:
+        engine.add_layer(index, checkpoint.load_layer(index))
+    engine.start(report)
+    return engine

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from rich.console import Console
 
 from ..layer.errors import ConfigurationError
 from .app import create_app
@@ -92,7 +93,8 @@ class Server(uvicorn.Server):
 
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
-    """Let a signal that comes before the loop runs end the process quietly, with exit code 0."""
+    """Let a signal that comes before the loop runs end the process, with exit code 0 and not waiting
+    for the threads that load."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise SystemExit(0)
@@ -100,6 +102,9 @@ def exit_on_signal() -> Iterator[None]:
     before = {number: signal.signal(number, stop) for number in SIGNALS}
     try:
         yield
+    except SystemExit as stopped:
+        Console(stderr=True).show_cursor()
+        os._exit(stopped.code if isinstance(stopped.code, int) else 0)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -12,7 +12,7 @@ from ..layer.errors import ConfigurationError
 from .logs import LogFormat, LogLevel
 
 ENV_PREFIX = "MOELET_"
-OTHER_VARIABLES = frozenset({"MOELET_CACHE_DIR"})
+OTHER_VARIABLES = frozenset({"MOELET_CACHE_DIR", "MOELET_CUBIN_DIR"})
 """Variables of ours that are no option of ``serve``."""
 
 Plan = Literal["auto", "single_stream", "two_stream", "two_stream_overlap_down"]

@@ -9,12 +9,13 @@ from pathlib import Path
 from ..layer.adapter_loading import load_adapter
 from ..layer.checkpoint import open_checkpoint
 from ..layer.demo import NAME, write_demo
+from ..layer.errors import ConfigurationError
 from ..layer.slots import check_name
 from ..layer.spec import ranges
 from .adapter_roots import AdapterRoots
 from .engine_thread import EngineThread
-from .engines import choose_device, engine_opener
-from .progress import steps
+from .engines import choose_device, open_engine
+from .progress import shown, steps
 from .service import MoeService
 from .settings import Settings, unknown_variables
 
@@ -31,8 +32,11 @@ class Sources:
 
 
 def cache_folder() -> Path:
-    """``MOELET_CACHE_DIR``, by default ``~/.cache/moelet``."""
-    return Path(os.environ.get("MOELET_CACHE_DIR") or "~/.cache/moelet").expanduser()
+    """``MOELET_CACHE_DIR``, by default ``~/.cache/moelet``. Raises ``ConfigurationError`` without a home."""
+    try:
+        return Path(os.environ.get("MOELET_CACHE_DIR") or "~/.cache/moelet").expanduser()
+    except RuntimeError:
+        raise ConfigurationError("there is no home folder to write the demo into: set MOELET_CACHE_DIR") from None
 
 
 def sources(settings: Settings) -> Sources:
@@ -61,15 +65,15 @@ def open_service(settings: Settings) -> MoeService:
     for note in checkpoint.notes:
         log.info("checkpoint: %s", note)
     model = checkpoint.model
-    weights = {index: checkpoint.load_layer(index) for index in steps(sorted(model.layers), "loading layers")}
-    engine = EngineThread(engine_opener(settings, device, model, weights))
     read = partial(load_adapter, model=model, max_rank=settings.max_lora_rank)
-    service = MoeService(engine, roots, read, max_cpu_loras=settings.max_cpu_loras)
-    try:
-        for name, path in steps(found.adapters, "loading adapters"):
-            service.adapters.load_at_start(name, path)
-    except BaseException:
-        service.close()
-        raise
+    with shown() as report:
+        engine = EngineThread(partial(open_engine, settings, device, checkpoint, report))
+        service = MoeService(engine, roots, read, max_cpu_loras=settings.max_cpu_loras)
+        try:
+            for name, path in steps(found.adapters, "loading adapters", report):
+                service.adapters.load_at_start(name, path)
+        except BaseException:
+            service.close()
+            raise
     log.info("layers %s of %s on %s", ranges(model.layers), model.name, device)
     return service

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -32,6 +33,15 @@ def slow(self, batch):
 ReferenceEngine.forward = slow
 """
 
+SLOW_LOAD = """
+import time
+from moelet.layer.checkpoint import Checkpoint
+def slow(self, index):
+    print("load begins", flush=True)
+    time.sleep(60)
+Checkpoint.load_layer = slow
+"""
+
 FAILING_FORWARD = """
 from moelet.layer.errors import EngineFailedError
 from moelet.layer.reference import ReferenceEngine
@@ -54,9 +64,10 @@ class Served:
 
 
 @contextmanager
-def served(tmp_path: Path, *options: str, before: str = "", uds: Path | None = None) -> Iterator[Served]:
+def process(
+    tmp_path: Path, log: Path, *options: str, before: str = "", uds: Path | None = None
+) -> Iterator[subprocess.Popen[str]]:
     """``moelet serve --demo`` after running ``before`` in the same process."""
-    log = tmp_path / "log"
     start = [sys.executable, "-m", "moelet"]
     if before:
         start = [sys.executable, "-c", f"{before}\nimport sys\nfrom moelet.service.cli import main\nsys.exit(main())"]
@@ -67,7 +78,7 @@ def served(tmp_path: Path, *options: str, before: str = "", uds: Path | None = N
         "OMP_NUM_THREADS": "1",
     }
     with log.open("w") as errors:
-        process = subprocess.Popen(
+        started = subprocess.Popen(
             [*start, "serve", "--demo", "--device", "cpu", *where, *options],
             env=environment,
             stdout=subprocess.PIPE,
@@ -75,13 +86,21 @@ def served(tmp_path: Path, *options: str, before: str = "", uds: Path | None = N
             text=True,
         )
     try:
-        url = wait_for(log, process)
+        yield started
+    finally:
+        started.kill()
+        started.communicate()
+
+
+@contextmanager
+def served(tmp_path: Path, *options: str, before: str = "", uds: Path | None = None) -> Iterator[Served]:
+    """The same once it serves."""
+    log = tmp_path / "log"
+    with process(tmp_path, log, *options, before=before, uds=uds) as started:
+        url = wait_for(log, started)
         transport = httpx.HTTPTransport(uds=str(uds)) if uds else None
         with httpx.Client(base_url=url, transport=transport, timeout=30) as client:
-            yield Served(process, client, log)
-    finally:
-        process.kill()
-        process.communicate()
+            yield Served(started, client, log)
 
 
 def wait_for(log: Path, process: subprocess.Popen[str]) -> str:
@@ -161,4 +180,17 @@ def test_unix_socket_and_json_log(tmp_path: Path) -> None:
         lines = [json.loads(line) for line in it.log.read_text().splitlines()]
         assert any(line.get("request_id") == "mine" and line["level"] == "debug" for line in lines)
         assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
+    assert not uds.exists()
+
+
+def test_a_signal_while_loading_ends_at_once_with_0(tmp_path: Path) -> None:
+    uds = tmp_path / "s"
+    with process(tmp_path, tmp_path / "log", before=SLOW_LOAD, uds=uds) as started:
+        assert started.stdout is not None
+        assert started.stdout.readline() == "load begins\n"
+        with socket.socket(socket.AF_UNIX) as probe, pytest.raises(ConnectionRefusedError):
+            probe.connect(str(uds))
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(5) == 0
+        assert "Traceback" not in (tmp_path / "log").read_text()
     assert not uds.exists()
