@@ -69,6 +69,11 @@ def spin() -> Specialisation:
     return Specialisation("spin.cu")
 
 
+def stream_read(stage_bytes: int, stages: int) -> Specialisation:
+    """The read that benchmarks measure the memory's bandwidth by."""
+    return Specialisation("stream_read.cu", {"STAGE_BYTES": stage_bytes, "STAGES": stages})
+
+
 def for_tiles(tiles: Iterable[int], *, lora: bool) -> list[Specialisation]:
     """The grouped GEMMs of token tiles ``tiles``."""
     epilogues = (EPILOGUE_ACTIVATION, EPILOGUE_DOWN, EPILOGUE_GATE_UP)[: 3 if lora else 2]

@@ -18,6 +18,7 @@ SPECIALISATIONS: list[Specialisation] = [
     kernels.activation(),
     *[kernels.finalize(lora) for lora in BOTH],
     kernels.spin(),
+    kernels.stream_read(stage_bytes=32 << 10, stages=6),
 ]
 
 
