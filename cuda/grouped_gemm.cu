@@ -77,18 +77,17 @@ struct Producer {
     const Gemm& gemm;
     uint8_t* stages;
     Ring& ring;
-    const uint64_t weight_policy = evict_first_policy();
-    const uint64_t token_policy = evict_last_policy();
+    const uint64_t policy = evict_last_policy();
 
     __device__ __forceinline__ void load_weights(const Source& source, int item, int block, int stage) {
         ring.item[stage] = item;
         barrier_expect(&ring.full[stage], kWeightBytes + source.token_bytes);
         bulk_load(stages + stage * kStageBytes, source.weights + int64_t(block) * gemm.row_tiles * kWeightBytes,
-                  kWeightBytes, &ring.full[stage], weight_policy);
+                  kWeightBytes, &ring.full[stage], policy);
     }
     __device__ __forceinline__ void load_tokens(const Source& source, int block, int stage) {
         bulk_load(stages + stage * kStageBytes + kWeightBytes, source.tokens + int64_t(block) * gemm.rows * kBlockBytes,
-                  source.token_bytes, &ring.full[stage], token_policy);
+                  source.token_bytes, &ring.full[stage], policy);
     }
     // Weights do not depend on the kernels before: a first ring of them is under way while those finish.
     __device__ __forceinline__ int start(const Source& source, int item) {

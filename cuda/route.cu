@@ -93,7 +93,7 @@ __device__ __forceinline__ float chosen_weight(const float (&weights)[PER_LANE],
     return __shfl_sync(~0u, mine, expert % 32);
 }
 
-extern "C" __global__ void __launch_bounds__(kWarps * 32)
+extern "C" __global__ void __launch_bounds__(kWarps * 32, 2)
     route(const LayerArgs* layer, const float* logits, int* topk_ids, float* topk_weights, int num_experts, int top_k,
           int renormalize, int num_groups, int topk_groups, int has_bias, float scaling) {
     extern __shared__ float scratch[];  // [kWarps, num_experts], for grouped routing

@@ -14,7 +14,7 @@ ROW_ALIGN = 8
 RANK_BLOCK = 8
 """Ranks are stored and read in blocks of this."""
 EXCLUSIVE_BYTES = 114 << 10
-"""Shared memory of a block that keeps a second one of its kind off the SM, but leaves room for the next GEMM's."""
+"""Shared memory that keeps a second GEMM block off an SM: two on one would leave another idle."""
 TOKEN_TILES = (8, 16, 32, 64, 128)
 """Tokens that one tile of a grouped GEMM can hold; the kernel is specialised for each."""
 
@@ -130,14 +130,13 @@ class GemmConfig:
         """Threads of a block: two for each weight row, and the producer's warp."""
         return 2 * self.block_m + 32
 
-    def shared_bytes(self, *, staging: bool, exclusive: bool) -> int:
-        """Dynamic shared memory of a block; ``staging`` where the epilogue makes activations, ``exclusive`` where
-        no two blocks of the kernel may share an SM: they would leave another SM idle."""
+    def shared_bytes(self, *, staging: bool) -> int:
+        """Dynamic shared memory of a block; ``staging`` where the epilogue makes activations."""
         token_bytes = round_up(self.max_n * BLOCK_K * 2, 1024)
         stage_bytes = self.block_m * BLOCK_K * 2 + token_bytes
         barrier_bytes = self.stages * (8 + 8 + 4)
         needed = self.stages * stage_bytes + (token_bytes if staging else 0) + round_up(barrier_bytes, 16)
-        return max(needed, EXCLUSIVE_BYTES) if exclusive else needed
+        return max(needed, EXCLUSIVE_BYTES)
 
 
 def gemm_config(tile: int) -> GemmConfig:

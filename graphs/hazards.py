@@ -6,6 +6,8 @@ Every launch declares the buffers it reads and writes. The order of two nodes fo
 * a programmatic edge ``u -> v`` (programmatic dependent launch): v starts once u has *started*. Only if v's kernel
   waits (``griddepcontrol.wait``) do its accesses come after u has completed; and u's completion says nothing of u's
   own predecessors unless u waited for them, so one kernel that does not wait breaks the chain for all behind it.
+  Where u lets v start only after its own wait, what u waited for has completed before v starts: v may read that
+  early, before it waits itself.
 
 Pure Python: it needs neither a GPU nor a driver.
 """
@@ -22,13 +24,17 @@ class Work:
     """What one launch, copy or fill does to named buffers.
 
     ``waits``: whether a kernel executes ``griddepcontrol.wait`` in every block, before its first access to any buffer
-    that another node writes and before its first write. It matters only behind a programmatic edge.
+    that another node writes, those of ``early`` apart, and before its first write. It matters only behind a
+    programmatic edge. ``early``: the buffers it reads before it waits. ``holds``: whether a kernel that waits does so
+    before it lets dependents start (``griddepcontrol.launch_dependents``).
     """
 
     label: str
     reads: frozenset[str] = frozenset()
     writes: frozenset[str] = frozenset()
     waits: bool = False
+    early: frozenset[str] = frozenset()
+    holds: bool = False
 
 
 class EdgeKind(StrEnum):
@@ -106,7 +112,14 @@ class Topology:
     def to_json(self) -> str:
         """A stable text form, for topologies kept in files."""
         nodes = [
-            {"label": n.label, "reads": sorted(n.reads), "writes": sorted(n.writes), "waits": n.waits}
+            {
+                "label": n.label,
+                "reads": sorted(n.reads),
+                "writes": sorted(n.writes),
+                "waits": n.waits,
+                "early": sorted(n.early),
+                "holds": n.holds,
+            }
             for n in self.nodes
         ]
         edges = [[edge.source, edge.target, edge.kind.value] for edge in self.edges]
@@ -116,33 +129,54 @@ class Topology:
     def from_json(cls, text: str) -> "Topology":
         """The inverse of ``to_json``."""
         data = json.loads(text)
-        nodes = [Work(n["label"], frozenset(n["reads"]), frozenset(n["writes"]), n["waits"]) for n in data["nodes"]]
+        nodes = [
+            Work(
+                n["label"], frozenset(n["reads"]), frozenset(n["writes"]), n["waits"], frozenset(n["early"]), n["holds"]
+            )
+            for n in data["nodes"]
+        ]
         edges = [Edge(source, target, EdgeKind(kind)) for source, target, kind in data["edges"]]
         return cls(nodes, edges, data["name"])
 
 
-def completed_before(topology: Topology) -> list[frozenset[int]]:
-    """For each node, the nodes that have completed before its first ordered access."""
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """For each node, the nodes that have completed before it starts, and before its first access after its wait."""
+
+    at_start: Sequence[frozenset[int]]
+    at_access: Sequence[frozenset[int]]
+
+    def orders(self, topology: Topology, first: int, second: int, buffer: str) -> bool:
+        """Whether ``first`` has completed before ``second`` touches ``buffer``."""
+        early = buffer in topology.nodes[second].early
+        return first in (self.at_start if early else self.at_access)[second]
+
+
+def completed(topology: Topology) -> Completed:
+    """What has completed when, by the rules above."""
     incoming = topology.incoming()
     at_start: dict[int, frozenset[int]] = {}
     at_access: dict[int, frozenset[int]] = {}
     for node in topology.order():
         full = [e.source for e in incoming[node] if e.kind is EdgeKind.FULL]
-        early = [e.source for e in incoming[node] if e.kind is EdgeKind.PROGRAMMATIC]
-        at_start[node] = _union(at_access[u] | {u} for u in full) | _union(at_start[u] for u in early)
-        waited = early if topology.nodes[node].waits else []
+        programmatic = [e.source for e in incoming[node] if e.kind is EdgeKind.PROGRAMMATIC]
+        at_start[node] = _union(at_access[u] | {u} for u in full) | _union(
+            (at_access if topology.nodes[u].holds else at_start)[u] for u in programmatic
+        )
+        waited = programmatic if topology.nodes[node].waits else []
         at_access[node] = at_start[node] | _union(at_access[u] | {u} for u in waited)
-    return [at_access[node] for node in range(len(topology.nodes))]
+    nodes = range(len(topology.nodes))
+    return Completed([at_start[node] for node in nodes], [at_access[node] for node in nodes])
 
 
 def find_hazards(topology: Topology) -> list[Hazard]:
     """Every pair of nodes that touch one buffer, one of them writing, in no proven order; empty: none."""
-    before = completed_before(topology)
+    when = completed(topology)
     return [
         Hazard(first, second, buffer, kind, (topology.nodes[first].label, topology.nodes[second].label))
         for first, second in combinations(range(len(topology.nodes)), 2)
-        if first not in before[second] and second not in before[first]
         for buffer, kind in _conflicts(topology.nodes[first], topology.nodes[second])
+        if not (when.orders(topology, first, second, buffer) or when.orders(topology, second, first, buffer))
     ]
 
 

@@ -139,6 +139,8 @@ class Kernel:
         waits: bool,
         reads: frozenset[str] = frozenset(),
         writes: frozenset[str] = frozenset(),
+        early: frozenset[str] = frozenset(),
+        holds: bool = False,
         dynamic_shared_bytes: int = 0,
         programmatic: bool = False,
         label: str = "",
@@ -146,8 +148,9 @@ class Kernel:
         """A launch of this kernel, its ``arguments`` in the order of the parameters.
 
         ``reads`` and ``writes`` name every buffer that it touches and that anything else in a graph touches too.
-        ``programmatic`` lets it start before its predecessor on the stream has ended, which only a kernel that
-        ``waits`` may. Raises ``EngineError`` where arguments and parameters, or sizes, do not agree.
+        ``early`` and ``holds`` are as in ``Work``. ``programmatic`` lets it start before its predecessor on the stream
+        has ended, which only a kernel that ``waits`` may. Raises ``EngineError`` where arguments and parameters, or
+        sizes, do not agree.
         """
         packed = ArgumentBlock(arguments)
         if packed.sizes != self.parameter_sizes:
@@ -165,7 +168,7 @@ class Kernel:
                 f"kernel {self.name} does not wait for its predecessor, so it may not start before its end"
             )
         config = _config(grid, block, dynamic_shared_bytes, stream, programmatic)
-        work = Work(label or self.name, frozenset(reads), frozenset(writes), waits)
+        work = Work(label or self.name, frozenset(reads), frozenset(writes), waits, frozenset(early), holds)
         return PreparedLaunch(self, config, packed, stream, work, programmatic)
 
     def close(self) -> None:

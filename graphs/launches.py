@@ -152,6 +152,7 @@ class Launches:
                 "rows": int32(self._rows),
             },
             waits=True,
+            holds=True,
             reads=frozenset({"tiles", "num_tiles", "row_slots", "gate_up", "gate_up_delta"}),
             writes=frozenset({"act"}),
         )
@@ -213,7 +214,7 @@ class Launches:
         rows_out = geometry.output_stride if down else 2 * geometry.intermediate_stride
         row_tiles = rows_out // config.block_m
         staging = epilogue == kernels.EPILOGUE_ACTIVATION
-        shared_bytes = config.shared_bytes(staging=staging, exclusive=self.lora or not down)
+        shared_bytes = config.shared_bytes(staging=staging)
         items = geometry.token_tiles(self.num_tokens, self._tile) * row_tiles
         return self.kernels.get(kernels.grouped_gemm(config, epilogue), dynamic=True).prepare(
             grid=(min(items, self.sm_count), 1, 1),
@@ -236,6 +237,8 @@ class Launches:
             programmatic=True,
             reads=frozenset({"input", source, "tiles", "num_tiles"}),
             writes=frozenset({target, "tickets"}),
+            early=frozenset({"input", "tiles", "num_tiles"} if down else ()),
+            holds=not down,
             label="down_gemm" if down else "gate_up_gemm",
         )
 
