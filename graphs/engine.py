@@ -19,11 +19,12 @@ from .driver import Device, open_device
 from .geometry import Geometry
 from .kernels import Kernels
 from .memory import DeviceBuffer
-from .pool import GraphPool, arena_memory
+from .pool import GraphPool, Runnable, arena_memory
 from .program import Plan
 from .residency import ResidentLayer, router_matrix
 from .staging import Staging, routing_input
 from .streams import Events, Streams
+from .unfinalized import Unfinalized, read_unfinalized
 
 DECODE_SHAPES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Token counts captured by default, up to the decode limit."""
@@ -141,14 +142,31 @@ class GraphEngine:
         parts = [batch.part(start, start + limit) for start in range(0, batch.num_tokens, limit)]
         return torch.cat([self._forward(part) for part in parts])
 
+    def forward_unfinalized(self, batch: LayerBatch) -> Unfinalized:
+        """The forward before its last step, for callers that combine expert outputs themselves.
+
+        Raises as ``forward`` does, and ``RequestError`` for a batch that does not fit into one forward.
+        """
+        batch.check(self._model.layer(batch.layer), self.max_loras)
+        if not 0 < batch.num_tokens <= self._eager_tokens:
+            raise RequestError(f"1 to {self._eager_tokens} tokens can stay unfinalized, got {batch.num_tokens}")
+        runnable = self._run(batch)
+        self._streams.main.synchronize()
+        return read_unfinalized(self._layers[batch.layer].geometry, batch, runnable.variant, runnable.arena)
+
     def _forward(self, batch: LayerBatch) -> Tensor:
+        runnable = self._run(batch)
+        staging = self._stagings[self._layers[batch.layer].geometry]
+        return staging.receive(batch.num_tokens, runnable.arena, self._streams.main)
+
+    def _run(self, batch: LayerBatch) -> Runnable:
         layer = self._layers[batch.layer]
         lora = batch.token_slots is not None and bool((batch.token_slots >= 0).any())
         runnable = self._pools[layer.geometry].runnable(batch.num_tokens, routing_input(batch), lora)
         staging, main = self._stagings[layer.geometry], self._streams.main
         staging.send(batch, layer.args, runnable.variant, runnable.arena, main)
         runnable.run(main)
-        return staging.receive(batch.num_tokens, runnable.arena, main)
+        return runnable
 
     def install_adapter(self, slot: int, adapter: Adapter) -> None:
         """Put ``adapter`` into ``slot`` whole; see ``Engine.install_adapter``."""
