@@ -50,19 +50,19 @@ def model_of(spec: LayerSpec) -> ModelSpec:
 
 
 def normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
-    return (torch.randn(shape, generator=generator) * scale).bfloat16()
+    return (torch.randn(shape, generator=generator, device=generator.device) * scale).bfloat16()
 
 
-def random_weights(spec: LayerSpec, seed: int = 0) -> LayerWeights:
+def random_weights(spec: LayerSpec, seed: int = 0, *, device: str = "cpu") -> LayerWeights:
     """Weights of every expert of ``spec`` (which holds them all), scaled so that outputs are near 1."""
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator(device).manual_seed(seed)
     hidden, width, experts = spec.hidden_size, spec.intermediate_size, spec.num_experts
     shared = spec.shared_intermediate_size
     return LayerWeights(
         gate_up=normal(g, experts, 2 * width, hidden, scale=hidden**-0.5),
         down=normal(g, experts, hidden, width, scale=2 * width**-0.5),
         router=normal(g, experts, hidden, scale=hidden**-0.5),
-        correction_bias=torch.rand(experts, generator=g) if spec.routing.has_correction_bias else None,
+        correction_bias=torch.rand(experts, generator=g, device=device) if spec.routing.has_correction_bias else None,
         shared_gate_up=normal(g, 2 * shared, hidden, scale=hidden**-0.5) if shared else None,
         shared_down=normal(g, hidden, shared, scale=2 * shared**-0.5) if shared else None,
         shared_gate=normal(g, 1, hidden, scale=hidden**-0.5) if spec.shared_gated else None,
@@ -110,8 +110,8 @@ def random_lora(
     return LoraWeights(
         a=normal(g, 1 if one_a else experts, rank, wide, scale=wide**-0.5),
         b=normal(g, 1 if one_b else experts, out, rank, scale=rank**-0.5),
-        scaling=torch.rand(experts, generator=g) + 0.5,
-        ranks=torch.full((experts,), rank, dtype=torch.int32),
+        scaling=torch.rand(experts, generator=g, device=g.device) + 0.5,
+        ranks=torch.full((experts,), rank, dtype=torch.int32, device=g.device),
     )
 
 

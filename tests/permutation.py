@@ -1,0 +1,57 @@
+"""What the permute kernel should make of a batch, by plain loops over its rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moelet.graphs.geometry import ROW_ALIGN, Geometry
+
+
+@dataclass
+class Permutation:
+    """``places`` by slot row, -1 without a local expert; ``row_slots`` by place; tiles are (expert, first row, rows),
+    groups (expert, slot, first row, rows); ``num_rows`` counts padding."""
+
+    places: list[int]
+    row_slots: dict[int, int] = field(default_factory=dict)
+    tiles: list[tuple[int, int, int]] = field(default_factory=list)
+    groups: list[tuple[int, int, int, int]] = field(default_factory=list)
+    num_rows: int = 0
+
+
+def permutation(
+    geometry: Geometry, ids: Sequence[Sequence[int]], slots: Sequence[int] | None, tile: int
+) -> Permutation:
+    """Rows sorted by (expert, slot), those of equal key in their own order, every expert on a multiple of 8 rows.
+
+    ``ids`` are global expert ids of each token's ``top_k`` choices; ``slots`` None: a program without LoRA.
+    """
+    token_slots = [-1] * len(ids) if slots is None else list(slots)
+    rows = [
+        (expert_of(geometry, ids[token], choice), token_slots[token], token * geometry.choices + choice)
+        for token in range(len(ids))
+        for choice in range(geometry.choices)
+    ]
+    found = Permutation([-1] * len(rows))
+    for expert in range(geometry.experts):
+        mine = [(slot, row) for local, slot, row in rows if local == expert]
+        for position, (slot, row) in enumerate(sorted(mine)):
+            found.places[row] = found.num_rows + position
+            found.row_slots[found.num_rows + position] = slot
+        for start in range(0, len(mine), tile):
+            found.tiles.append((expert, found.num_rows + start, min(tile, len(mine) - start)))
+        first = found.num_rows
+        for slot in sorted({slot for slot, _ in mine}):
+            count = sum(other == slot for other, _ in mine)
+            if slot >= 0:
+                found.groups.append((expert, slot, first, count))
+            first += count
+        found.num_rows += -(-len(mine) // ROW_ALIGN) * ROW_ALIGN
+    return found
+
+
+def expert_of(geometry: Geometry, ids: Sequence[int], choice: int) -> int | None:
+    """The expert of one choice as the weight tensors number them: local ones, then the shared chunks."""
+    if choice >= geometry.top_k:
+        return geometry.num_local_experts + choice - geometry.top_k
+    local = ids[choice] - geometry.local_expert_offset
+    return local if 0 <= local < geometry.num_local_experts and ids[choice] >= 0 else None

@@ -1,0 +1,151 @@
+"""The sizes that buffers and grids are planned by, against every row of a batch and against the kernels' constants."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from moelet.graphs.buffers import plan_buffers
+from moelet.graphs.geometry import EXCLUSIVE_BYTES, TOKEN_TILES, Geometry, gemm_config, token_tile
+from moelet.graphs.kernels import EPILOGUE_ACTIVATION, EPILOGUE_DOWN, EPILOGUE_GATE_UP, grouped_gemm
+from moelet.layer.spec import LayerSpec
+from permutation import permutation
+from static_asserts import check, constants_of
+
+SPEC = LayerSpec(index=0, hidden_size=72, intermediate_size=40, num_experts=12, top_k=3)
+HOPPER_SHARED_BYTES = 227 << 10
+"""What one block may ask for, from the CUDA programming guide's table of compute capability 9.0."""
+
+
+def geometry_of(spec: LayerSpec, max_loras: int = 3) -> Geometry:
+    return Geometry.of(spec, router_fp32=False, max_loras=max_loras, max_lora_rank=20)
+
+
+@dataclass
+class Routed:
+    geometry: Geometry
+    ids: list[list[int]]
+    slots: list[int]
+    tile: int
+
+
+@st.composite
+def routed(draw: st.DrawFn) -> Routed:
+    """Any batch at all: repeated experts, none, experts held elsewhere, shared chunks, all on one."""
+    num_experts = draw(st.integers(1, 12))
+    offset = draw(st.integers(0, num_experts - 1))
+    spec = replace(
+        SPEC,
+        num_experts=num_experts,
+        num_local_experts=draw(st.integers(1, num_experts - offset)),
+        local_expert_offset=offset,
+        top_k=draw(st.integers(1, min(4, num_experts))),
+        shared_intermediate_size=draw(st.sampled_from([0, 30, 40, 100])),
+    )
+    max_loras = draw(st.integers(1, 4))
+    tokens = draw(st.integers(1, 40))
+    expert = st.integers(-1, num_experts - 1) if draw(st.booleans()) else st.just(offset)
+    row = st.lists(expert, min_size=spec.top_k, max_size=spec.top_k)
+    ids = draw(st.lists(row, min_size=tokens, max_size=tokens))
+    slots = draw(st.lists(st.integers(-1, max_loras - 1), min_size=tokens, max_size=tokens))
+    return Routed(geometry_of(spec, max_loras), ids, slots, draw(st.sampled_from(TOKEN_TILES)))
+
+
+@settings(deadline=None, max_examples=150)
+@given(routed())
+@example(Routed(geometry_of(SPEC), [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]], [0, 1, 2, -1], 8))
+def test_no_batch_takes_more_than_was_planned(case: Routed) -> None:
+    geometry, tokens = case.geometry, len(case.ids)
+    made = permutation(geometry, case.ids, case.slots, case.tile)
+    assert made.num_rows <= geometry.rows(tokens)
+    assert len(made.tiles) <= geometry.token_tiles(tokens, case.tile)
+    assert len(made.groups) <= geometry.lora_groups(tokens)
+    assert geometry.rows(tokens) % 8 == 0
+
+
+def spreads(rows: int, experts: int) -> Iterator[tuple[int, ...]]:
+    """Every way of giving ``rows`` rows to ``experts`` experts."""
+    if experts == 1:
+        yield (rows,)
+        return
+    for first in range(rows + 1):
+        yield from ((first, *rest) for rest in spreads(rows - first, experts - 1))
+
+
+@pytest.mark.parametrize("experts", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [1, 2, 9, 17, 20])
+def test_some_batch_takes_all_that_was_planned(tokens: int, experts: int) -> None:
+    geometry = geometry_of(replace(SPEC, num_experts=experts, num_local_experts=-1, top_k=1), max_loras=1)
+    worst_rows = max(sum(-(-count // 8) * 8 for count in spread) for spread in spreads(tokens, experts))
+    assert worst_rows <= geometry.rows(tokens) <= worst_rows + 8
+    for tile in (8, 16):
+        worst_tiles = max(sum(-(-count // tile) for count in spread) for spread in spreads(tokens, experts))
+        assert geometry.token_tiles(tokens, tile) == worst_tiles
+    worst_groups = max(sum(count > 0 for count in spread) for spread in spreads(tokens, experts))
+    assert geometry.lora_groups(tokens) == worst_groups
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "tile"),
+    [
+        (1, 8, 128, 8),
+        (8, 8, 128, 8),
+        (9, 8, 128, 16),
+        (32, 8, 128, 32),
+        (33, 8, 128, 64),
+        (64, 8, 128, 64),
+        (256, 8, 128, 64),
+        (2048, 8, 128, 128),
+        (256, 2, 8, 128),
+        (128, 2, 2, 128),
+        (100, 1, 1, 128),
+    ],
+)
+def test_a_tile_holds_an_experts_tokens_where_it_can(tokens: int, top_k: int, experts: int, tile: int) -> None:
+    geometry = geometry_of(replace(SPEC, num_experts=experts, num_local_experts=-1, top_k=top_k))
+    assert token_tile(geometry, tokens) == tile
+
+
+@given(st.integers(1, 300), st.integers(1, 8), st.integers(8, 256))
+def test_one_tile_an_expert_up_to_64_tokens(tokens: int, top_k: int, experts: int) -> None:
+    geometry = geometry_of(replace(SPEC, num_experts=experts, num_local_experts=-1, top_k=top_k))
+    tile = token_tile(geometry, tokens)
+    assert tile in TOKEN_TILES
+    assert tile >= min(tokens, 64)
+    assert tile == TOKEN_TILES[0] or TOKEN_TILES[TOKEN_TILES.index(tile) - 1] < tokens, "no larger than need be"
+
+
+@pytest.mark.parametrize("tile", TOKEN_TILES)
+@pytest.mark.parametrize("epilogue", [EPILOGUE_GATE_UP, EPILOGUE_ACTIVATION, EPILOGUE_DOWN])
+def test_the_gemm_asks_for_the_shared_memory_that_it_carves_up(tile: int, epilogue: int, tmp_path: Path) -> None:
+    config = gemm_config(tile)
+    asked = config.shared_bytes(staging=epilogue == EPILOGUE_ACTIVATION)
+    taken = "STAGES * kStageBytes + kStagingBytes + sizeof(Ring)"
+    asserts = [f"{taken} <= {asked}", f"kConsumers + 32 == {config.threads}"]
+    if asked > EXCLUSIVE_BYTES:
+        asserts.append(f"{taken} > {asked - 16}")
+    defines = {name: int(value) for name, value in grouped_gemm(config, epilogue).defines.items()}
+    check(tmp_path, constants_of("grouped_gemm", "struct Cursor"), asserts, defines)
+    assert asked <= HOPPER_SHARED_BYTES < 2 * asked, "one block an SM, and no more"
+
+
+@pytest.mark.parametrize("hidden_size", [1, 64, 65, 72, 128, 960, 2880])
+@pytest.mark.parametrize("width", [1, 40, 64, 100, 1408])
+def test_padded_sizes_are_whole_tiles(hidden_size: int, width: int) -> None:
+    geometry = geometry_of(replace(SPEC, hidden_size=hidden_size, intermediate_size=width))
+    assert hidden_size <= geometry.hidden_stride < hidden_size + 64
+    assert hidden_size <= geometry.output_stride < hidden_size + 128
+    assert width <= geometry.intermediate_stride < width + 64
+    assert geometry.hidden_stride % 64 == geometry.intermediate_stride % 64 == geometry.output_stride % 128 == 0
+    assert 2 * geometry.intermediate_stride % gemm_config(8).block_m == 0
+
+
+@given(st.integers(1, 200), st.integers(0, 2))
+def test_a_larger_shape_needs_no_smaller_buffer(tokens: int, chunks: int) -> None:
+    geometry = geometry_of(replace(SPEC, shared_intermediate_size=40 * chunks))
+    small, large = (plan_buffers(geometry, count, lora=True).buffers for count in (tokens, tokens + 1))
+    shrunk = {name for name, spec in small.items() if large[name].num_bytes < spec.num_bytes}
+    assert shrunk <= {"tiles"}, "tiles alone may: a larger tile makes fewer of them"
