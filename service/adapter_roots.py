@@ -21,8 +21,9 @@ class AdapterRoots:
         if not self.roots:
             raise AdapterForbiddenError("loading adapters at run time is off: the service has no --adapter-root")
 
-    def resolve(self, sent: str, param: str) -> Path:
-        """The folder that a client means, all links resolved; a relative path is taken below each root in turn.
+    def resolve(self, sent: str, param: str) -> tuple[Path, Path]:
+        """The folder that a client means, all links resolved, and the root that holds it; a relative path
+        is taken below each root in turn.
 
         Raises ``AdapterForbiddenError`` for what lies outside every root, in the same words whether or
         not it exists, or when an adapter file in it is a link that leads outside; ``AdapterNotFoundError``
@@ -35,22 +36,23 @@ class AdapterRoots:
             candidates = dict.fromkeys(_real(root / sent) for root in self.roots)
         except UnicodeEncodeError:
             raise RequestError(f"{param} is not a path: it has characters that no file name has", param) from None
-        inside = [path for path in candidates if self._holds(path)]
+        inside = [(path, root) for path in candidates if (root := self._holder(path)) is not None]
         if not inside:
             raise AdapterForbiddenError(f"{sent} lies outside every adapter root of this service")
-        folder = next((path for path in inside if _is_folder(path)), None)
-        if folder is None:
+        found = next(((path, root) for path, root in inside if _is_folder(path)), None)
+        if found is None:
             raise AdapterNotFoundError(f"no adapter found at {sent}: there is no such folder")
-        self._check_links(folder, sent)
-        return folder
+        _check_links(*found, sent)
+        return found
 
-    def _holds(self, path: Path) -> bool:
-        return any(path.is_relative_to(root) for root in self.roots)
+    def _holder(self, path: Path) -> Path | None:
+        return next((root for root in self.roots if path.is_relative_to(root)), None)
 
-    def _check_links(self, folder: Path, sent: str) -> None:
-        for entry in folder.glob("adapter_*"):
-            if not self._holds(_real(entry)):
-                raise AdapterForbiddenError(f"{entry.name} in {sent} is a link that leads out of the adapter roots")
+
+def _check_links(folder: Path, root: Path, sent: str) -> None:
+    for entry in folder.glob("adapter_*"):
+        if not _real(entry).is_relative_to(root):
+            raise AdapterForbiddenError(f"{entry.name} in {sent} is a link that leads out of its adapter root")
 
 
 def _is_folder(path: Path) -> bool:

@@ -25,8 +25,11 @@ from .engine_thread import EngineThread
 
 log = logging.getLogger(__name__)
 
-AdapterReader = Callable[[Path], Adapter]
-"""Parses and validates the adapter in a folder; raises ``AdapterError``."""
+AdapterReader = Callable[[Path, Path], Adapter]
+"""Parses and validates the adapter in a folder, following links no further than below another folder;
+raises ``AdapterError``."""
+
+ANYWHERE = Path("/")
 
 
 class AdapterRegistry:
@@ -47,7 +50,7 @@ class AdapterRegistry:
 
     def load_at_start(self, name: str, path: Path) -> AdapterVersion:
         """Load an adapter named on the command line, from anywhere, before the event loop runs."""
-        return self.table.put(name, replaced(self._read(path), path=path))
+        return self.table.put(name, replaced(self._read(path, ANYWHERE), path=path))
 
     async def load(
         self, name: str, sent: str, *, param: str, pinned: bool | None = None, replace: bool = False
@@ -66,9 +69,9 @@ class AdapterRegistry:
                     f"the adapter {name!r} is loaded already, as version {current.version}: "
                     "set load_inplace to true to replace it"
                 )
-            folder = self.roots.resolve(sent, param)
+            folder, root = self.roots.resolve(sent, param)
             adapter = await asyncio.get_running_loop().run_in_executor(
-                self._readers, partial(self._read_for_client, folder, sent)
+                self._readers, partial(self._read_for_client, folder, root, sent)
             )
             if pinned is None:
                 pinned = current is not None and current.pinned
@@ -174,10 +177,10 @@ class AdapterRegistry:
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
 
-    def _read_for_client(self, folder: Path, sent: str) -> Adapter:
+    def _read_for_client(self, folder: Path, root: Path, sent: str) -> Adapter:
         """Parse the adapter; what is told of it knows its path as the client wrote it."""
         try:
-            adapter = self._read(folder)
+            adapter = self._read(folder, root)
         except AdapterError as error:
             error.args = (str(error).replace(str(folder), sent),)
             raise

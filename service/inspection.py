@@ -16,6 +16,7 @@ from ..layer.checkpoint import open_checkpoint
 from ..layer.errors import AdapterNotFoundError, ConfigurationError
 from ..layer.report import AdapterReport, CheckpointReport, ProjectionReport, adapter_report, checkpoint_report
 from ..layer.spec import ranges
+from .adapters import ANYWHERE
 
 Report = CheckpointReport | AdapterReport
 
@@ -28,7 +29,7 @@ def inspect(path: Path, base: Path | None, *, max_loras: int, max_lora_rank: int
         nbytes = {index: opened.layer_nbytes(index) for index in opened.model.layers}
         return checkpoint_report(opened.model, nbytes, opened.notes, max_loras=max_loras, max_lora_rank=max_lora_rank)
     model = open_checkpoint(base or default_base(path)).model
-    return adapter_report(load_adapter(path, model, max_rank=max_lora_rank), model)
+    return adapter_report(load_adapter(path, model, max_rank=max_lora_rank, root=ANYWHERE), model)
 
 
 def default_base(adapter: Path) -> Path:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ..layer.adapter import Adapter
 from ..layer.adapter_loading import load_adapter
 from ..layer.checkpoint import open_checkpoint
 from ..layer.demo import NAME, write_demo
@@ -65,7 +66,10 @@ def open_service(settings: Settings) -> MoeService:
     for note in checkpoint.notes:
         log.info("checkpoint: %s", note)
     model = checkpoint.model
-    read = partial(load_adapter, model=model, max_rank=settings.max_lora_rank)
+
+    def read(folder: Path, root: Path) -> Adapter:
+        return load_adapter(folder, model, max_rank=settings.max_lora_rank, root=root)
+
     with shown() as report:
         engine = EngineThread(partial(open_engine, settings, device, checkpoint, report))
         service = MoeService(engine, roots, read, max_cpu_loras=settings.max_cpu_loras)

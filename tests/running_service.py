@@ -241,7 +241,10 @@ def running(
         return gated[0]  # type: ignore[return-value]
 
     roots = AdapterRoots([*([root] if root else []), *more_roots])
-    read = partial(load_adapter, model=model, max_rank=max_lora_rank)
+
+    def read(folder: Path, root: Path) -> Adapter:
+        return load_adapter(folder, model, max_rank=max_lora_rank, root=root)
+
     service = MoeService(EngineThread(opened), roots, read, max_cpu_loras=max_cpu_loras)
     with listening(service) as url, httpx.Client(base_url=url, timeout=30) as client:
         yield RunningService(client, service, gated[0], weights, root or Path())
