@@ -1,0 +1,228 @@
+"""The plans over a driver of plain Python: what is launched in which order, and what each event is needed for."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from fake_layer import FakeLayer, parameters
+from moelet.graphs.arena import Arena
+from moelet.graphs.buffers import RoutingInput
+from moelet.graphs.driver import DriverError
+from moelet.graphs.hazards import Topology, find_hazards
+from moelet.graphs.kernel import PreparedLaunch
+from moelet.graphs.pool import Variant
+from moelet.graphs.program import Plan
+from moelet.graphs.streams import Event, Stream
+from moelet.layer.errors import EngineError
+from moelet.layer.spec import LayerSpec
+from ordering import labelled, ordering_edges
+from random_layers import GROUPED_SPEC, SHARED_SPEC, SPEC
+
+pytest.importorskip("cuda.bindings.driver")
+
+TOKENS = 8
+SPECS = {
+    "plain": SPEC,
+    "gated shared": SHARED_SPEC,
+    "grouped": GROUPED_SPEC,
+    "slice": replace(SHARED_SPEC, num_local_experts=2, local_expert_offset=3),
+}
+
+SINGLE_STREAM = """
+main launches lora_shrink of gate_up
+main launches lora_expand of gate_up
+main launches gate_up_gemm
+main launches activation
+main launches down_gemm
+main launches lora_shrink of down
+main launches lora_expand of down
+main launches finalize
+"""
+TWO_STREAM = """
+main records forked
+side waits forked
+side launches lora_shrink of gate_up
+side launches lora_expand of gate_up
+main launches gate_up_gemm
+side records lora_ready
+main waits lora_ready
+main launches activation
+main launches down_gemm
+main launches lora_shrink of down
+main launches lora_expand of down
+main launches finalize
+"""
+TWO_STREAM_OVERLAP_DOWN = """
+main records forked
+side waits forked
+side launches lora_shrink of gate_up
+side launches lora_expand of gate_up
+main launches gate_up_gemm
+side records lora_ready
+main waits lora_ready
+main launches activation
+main records activation_ready
+side waits activation_ready
+side launches lora_shrink of down
+side launches lora_expand of down
+main launches down_gemm
+main records gemm2_done
+side waits gemm2_done
+side launches finalize
+side records joined
+main waits joined
+"""
+LORA_STEPS = {
+    Plan.SINGLE_STREAM: SINGLE_STREAM,
+    Plan.TWO_STREAM: TWO_STREAM,
+    Plan.TWO_STREAM_OVERLAP_DOWN: TWO_STREAM_OVERLAP_DOWN,
+}
+BASE_STEPS = ["main launches gate_up_gemm", "main launches down_gemm", "main launches finalize"]
+VARIANTS = [Variant(TOKENS, routing, lora) for routing, lora in product(RoutingInput, (False, True))]
+
+
+def waited_for(trace: list[str]) -> list[str]:
+    """The steps less the records that nobody waits for: those order nothing."""
+    waits = {step.split(" waits ")[1] for step in trace if " waits " in step}
+    return [step for step in trace if " records " not in step or step.split(" records ")[1] in waits]
+
+
+def steps(plan: Plan, variant: Variant, spec: LayerSpec) -> list[str]:
+    """What a plan runs where, as DESIGN's table draws it."""
+    gate = variant.routing is RoutingInput.GATE or (spec.shared_gated and spec.holds_shared_experts)
+    routing = ["main launches gate"] * gate + ["main launches route"] * (variant.routing is not RoutingInput.TOPK)
+    rest = LORA_STEPS[plan].split("\n")[1:-1] if variant.lora else BASE_STEPS
+    return [*routing, "main launches permute", *rest]
+
+
+@pytest.fixture(params=SPECS)
+def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeLayer:
+    return FakeLayer(monkeypatch, SPECS[request.param], (TOKENS,))
+
+
+def topology_of(layer: FakeLayer, plan: Plan, variant: Variant) -> Topology:
+    graph = layer.pool.build(variant, plan, captured=True).graph
+    assert graph is not None
+    return graph.topology()
+
+
+@pytest.mark.parametrize("plan", Plan)
+def test_every_plan_runs_its_steps_in_order(plan: Plan, layer: FakeLayer) -> None:
+    for variant in VARIANTS:
+        program = layer.pool.build(variant, plan, captured=False).program
+        assert waited_for(layer.trace(program)) == steps(plan, variant, layer.spec)
+
+
+def test_without_adapters_no_plan_launches_lora(layer: FakeLayer) -> None:
+    program = layer.pool.build(Variant(TOKENS, RoutingInput.TOPK, False), Plan.TWO_STREAM, captured=False).program
+    assert program.plan is Plan.SINGLE_STREAM
+    assert not [launch.label for launch in program.launches if "lora" in launch.label or launch.label == "activation"]
+
+
+def test_a_delay_spins_before_every_kernel_of_its_stream(layer: FakeLayer) -> None:
+    variant, plan = Variant(TOKENS, RoutingInput.GATE, True), Plan.TWO_STREAM_OVERLAP_DOWN
+    late = layer.trace(layer.pool.build(variant, plan, captured=False, delays={"side": 7}).program)
+    side = [step for step in late if step.startswith("side launches")]
+    assert side[::2] == ["side launches spin"] * 5
+    assert [step for step in late if not step.endswith(" spin")] == layer.trace(
+        layer.pool.build(variant, plan, captured=False).program
+    )
+
+
+@pytest.mark.parametrize("plan", Plan)
+def test_no_plan_has_a_hazard_and_every_edge_is_needed(plan: Plan, layer: FakeLayer) -> None:
+    for variant in VARIANTS:
+        topology = topology_of(layer, plan, variant)
+        assert find_hazards(topology) == []
+        ordering = ordering_edges(topology)
+        assert len(ordering) >= len(topology.nodes) - 1
+        for edge in ordering:
+            assert find_hazards(topology.without(edge)) != [], labelled(topology, [edge])
+
+
+def test_the_overlap_joins_where_design_draws_it(layer: FakeLayer) -> None:
+    topology = topology_of(layer, Plan.TWO_STREAM_OVERLAP_DOWN, Variant(TOKENS, RoutingInput.TOPK, True))
+    between_streams = {
+        ("permute", "lora_shrink of gate_up"),
+        ("lora_expand of gate_up", "activation"),
+        ("activation", "lora_shrink of down"),
+        ("down_gemm", "finalize"),
+    }
+    assert between_streams <= labelled(topology, ordering_edges(topology))
+    assert ("lora_shrink of down", "down_gemm") not in labelled(topology, list(topology.edges))
+
+
+def skip_waits(monkeypatch: pytest.MonkeyPatch, skipped: str) -> None:
+    wait = Stream.wait
+
+    def some_waits(stream: Stream, event: Event) -> None:
+        if event.name != skipped:
+            wait(stream, event)
+
+    monkeypatch.setattr(Stream, "wait", some_waits)
+
+
+@pytest.mark.parametrize(
+    ("plan", "event"),
+    [
+        (Plan.TWO_STREAM, "forked"),
+        (Plan.TWO_STREAM, "lora_ready"),
+        (Plan.TWO_STREAM_OVERLAP_DOWN, "forked"),
+        (Plan.TWO_STREAM_OVERLAP_DOWN, "joined"),
+    ],
+)
+def test_a_wait_that_forks_or_joins_cannot_be_left_out(
+    plan: Plan, event: str, layer: FakeLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_waits(monkeypatch, event)
+    with pytest.raises((EngineError, DriverError), match=r"UNJOINED|has not joined the capture"):
+        topology_of(layer, plan, Variant(TOKENS, RoutingInput.TOPK, True))
+
+
+@pytest.mark.parametrize(
+    ("event", "buffer"),
+    [("lora_ready", "gate_up_delta"), ("activation_ready", "act"), ("gemm2_done", "down")],
+)
+def test_a_wait_left_out_of_the_overlap_is_a_hazard(
+    event: str, buffer: str, layer: FakeLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_waits(monkeypatch, event)
+    for routing in RoutingInput:
+        topology = topology_of(layer, Plan.TWO_STREAM_OVERLAP_DOWN, Variant(TOKENS, routing, True))
+        assert buffer in {hazard.buffer for hazard in find_hazards(topology)}
+
+
+def pointed_at(launch: PreparedLaunch, arena: Arena) -> set[str]:
+    """The buffers that a launch's pointers lie in; every pointer but null lies in one."""
+    addresses = [one.value for one in launch.arguments.arguments.values() if one.format == "<Q" and one.value]
+    ranges = {name: (arena.pointer(name), spec.num_bytes) for name, spec in arena.plan.buffers.items()}
+    owners = {
+        address: [name for name, (start, size) in ranges.items() if start <= address < start + size]
+        for address in addresses
+    }
+    assert all(len(names) == 1 for names in owners.values()), owners
+    return {name for names in owners.values() for name in names}
+
+
+def test_launches_declare_the_buffers_they_are_given(layer: FakeLayer) -> None:
+    for variant in VARIANTS:
+        runnable = layer.pool.build(variant, Plan.SINGLE_STREAM, captured=False)
+        for launch in runnable.program.launches:
+            given = pointed_at(launch, runnable.arena)
+            assert given <= launch.reads | launch.writes, launch.label
+            assert launch.writes <= given, launch.label
+
+
+RENAMED = {
+    "lora_shrink": {"source": "tokens", "target": "h"},
+    "lora_expand": {"source": "h", "target": "delta"},
+}
+
+
+def test_arguments_are_the_kernels_parameters_in_their_order(layer: FakeLayer) -> None:
+    for variant in VARIANTS:
+        for launch in layer.pool.build(variant, Plan.SINGLE_STREAM, captured=False).program.launches:
+            kernel = launch.kernel.name
+            given = [RENAMED.get(kernel, {}).get(name, name) for name in launch.arguments.arguments]
+            assert given == [name for _, name in parameters(kernel)]
