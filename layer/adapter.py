@@ -119,5 +119,6 @@ class Adapter:
 
     @property
     def nbytes(self) -> int:
-        """Host bytes of all tensors."""
-        return sum(w.nbytes for w in self._weights())
+        """Host bytes of all tensors; one that serves several projections counts once."""
+        tensors = (tensor for w in self._weights() for tensor in (w.a, w.b, w.scaling, w.ranks))
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
