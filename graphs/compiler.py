@@ -19,7 +19,7 @@ nvrtc = bindings("nvrtc")
 SOURCES = Path(__file__).resolve().parent.parent / "cuda"
 """The room of CUDA sources: next to this one in the repository and in an installed package alike."""
 
-OPTIONS = ("--std=c++20", "-default-device", "--ptxas-options=-v")
+OPTIONS = ("--std=c++20", "-default-device", "--no-cache", "--ptxas-options=-v")  # a cached result has no report
 DEFAULT_ARCH = "sm_90a"
 
 

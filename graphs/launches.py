@@ -1,15 +1,12 @@
 """One typed launch for each kernel: which buffers it reads and writes, and how large its grid is."""
 
-from dataclasses import dataclass
-
 from . import kernels
-from .arena import Arena
-from .arguments import Argument, float32, int32, int64, pointer
-from .buffers import InputLayout, RoutingInput
+from .arguments import float32, int32, int64, pointer
+from .buffers import RoutingInput
 from .compiler import Specialisation
-from .geometry import Geometry, gemm_config, token_tile
+from .geometry import gemm_config
 from .kernel import PreparedLaunch
-from .kernels import Kernels
+from .site import Site
 from .streams import Stream
 
 GATE_TOKENS, GATE_WARPS = 4, 8
@@ -20,17 +17,10 @@ GATE_UP, DOWN = 2, 1
 """Projections of the two halves of the layer's LoRA."""
 
 
-@dataclass(frozen=True, slots=True)
-class Launches:
-    """Makes the launches of one captured shape over one arena. Methods name the kernel; ``stream`` is where it runs."""
+class Launches(Site):
+    """Makes the launches of one captured shape. Methods name the kernel; ``stream`` is where it runs."""
 
-    geometry: Geometry
-    num_tokens: int
-    routing: RoutingInput
-    lora: bool
-    arena: Arena
-    kernels: Kernels
-    sm_count: int
+    __slots__ = ()
 
     def gate(self, stream: Stream) -> PreparedLaunch:
         """Router logits of all tokens, unless top-k is given, and the shared experts' gate where there is one."""
@@ -41,10 +31,10 @@ class Launches:
             block=(GATE_WARPS * 32, 1, 1),
             stream=stream,
             arguments={
-                "layer": self._layer,
-                "hidden": self._input("hidden_states"),
-                "logits": self._buffer("logits"),
-                "shared_weights": self._buffer("shared_weights"),
+                "layer": self.layer,
+                "hidden": self.input("hidden_states"),
+                "logits": self.buffer("logits"),
+                "shared_weights": self.buffer("shared_weights"),
                 "num_experts": int32(rows),
                 "hidden_stride": int32(geometry.hidden_stride),
             },
@@ -65,10 +55,10 @@ class Launches:
             dynamic_shared_bytes=shared_bytes,
             stream=stream,
             arguments={
-                "layer": self._layer,
-                "logits": self._input("router_logits") if sent else self._buffer("logits"),
-                "topk_ids": self._buffer("routed_ids"),
-                "topk_weights": self._buffer("routed_weights"),
+                "layer": self.layer,
+                "logits": self.input("router_logits") if sent else self.buffer("logits"),
+                "topk_ids": self.buffer("routed_ids"),
+                "topk_weights": self.buffer("routed_weights"),
                 "num_experts": int32(geometry.num_experts),
                 "top_k": int32(geometry.top_k),
                 "renormalize": int32(routing.renormalize),
@@ -97,30 +87,30 @@ class Launches:
             dynamic_shared_bytes=shared_bytes,
             stream=stream,
             arguments={
-                "layer": self._layer,
-                "hidden": self._input("hidden_states"),
-                "topk_ids": self._topk_ids,
-                "token_slots": self._input("token_slots"),
-                "places": self._buffer("places"),
-                "row_slots": self._lora_buffer("row_slots"),
-                "tokens": self._buffer("tokens"),
-                "tiles": self._buffer("tiles"),
-                "num_tiles": self._buffer("num_tiles"),
-                "groups": self._lora_buffer("groups"),
-                "num_groups": self._lora_buffer("num_groups"),
-                "tickets": self._buffer("tickets"),
+                "layer": self.layer,
+                "hidden": self.input("hidden_states"),
+                "topk_ids": self.topk_ids,
+                "token_slots": self.input("token_slots"),
+                "places": self.buffer("places"),
+                "row_slots": self.lora_buffer("row_slots"),
+                "tokens": self.buffer("tokens"),
+                "tiles": self.buffer("tiles"),
+                "num_tiles": self.buffer("num_tiles"),
+                "groups": self.lora_buffer("groups"),
+                "num_groups": self.lora_buffer("num_groups"),
+                "tickets": self.buffer("tickets"),
                 "top_k": int32(geometry.top_k),
                 "num_shared": int32(geometry.num_shared),
                 "local_offset": int32(geometry.local_expert_offset),
                 "num_local": int32(geometry.num_local_experts),
                 "num_slots": int32(slots),
                 "k_blocks": int32(geometry.hidden_blocks),
-                "padded_rows": int32(self._rows),
-                "tile_rows": int32(self._tile),
+                "padded_rows": int32(self.rows),
+                "tile_rows": int32(self.tile),
                 "max_tokens": int32(self.num_tokens),
             },
             waits=True,
-            reads=self._routing_reads,
+            reads=self.routing_reads,
             writes=frozenset({"places", "tokens", "tiles", "num_tiles", "tickets"} | lora_writes),
         )
 
@@ -136,20 +126,20 @@ class Launches:
     def activation(self, stream: Stream) -> PreparedLaunch:
         """The activation over raw pairs and the LoRA delta."""
         geometry = self.geometry
-        items = geometry.token_tiles(self.num_tokens, self._tile) * geometry.intermediate_blocks
+        items = geometry.token_tiles(self.num_tokens, self.tile) * geometry.intermediate_blocks
         return self.kernels.get(kernels.activation()).prepare(
             grid=(min(items, 8 * self.sm_count), 1, 1),
             block=(256, 1, 1),
             stream=stream,
             arguments={
-                "tiles": self._buffer("tiles"),
-                "num_tiles": self._buffer("num_tiles"),
-                "row_slots": self._buffer("row_slots"),
-                "gate_up": self._buffer("gate_up"),
-                "delta": self._buffer("gate_up_delta"),
-                "act": self._buffer("act"),
+                "tiles": self.buffer("tiles"),
+                "num_tiles": self.buffer("num_tiles"),
+                "row_slots": self.buffer("row_slots"),
+                "gate_up": self.buffer("gate_up"),
+                "delta": self.buffer("gate_up_delta"),
+                "act": self.buffer("act"),
                 "intermediate_blocks": int32(geometry.intermediate_blocks),
-                "rows": int32(self._rows),
+                "rows": int32(self.rows),
             },
             waits=True,
             holds=True,
@@ -183,21 +173,21 @@ class Launches:
             block=(128, 1, 1),
             stream=stream,
             arguments={
-                "layer": self._layer,
-                "places": self._buffer("places"),
-                "topk_weights": self._topk_weights,
-                "shared_weights": self._buffer("shared_weights") if geometry.shared_gated else pointer(0),
-                "token_slots": self._input("token_slots"),
-                "down": self._buffer("down"),
-                "delta": self._lora_buffer("down_delta"),
-                "out": self._buffer("output"),
+                "layer": self.layer,
+                "places": self.buffer("places"),
+                "topk_weights": self.topk_weights,
+                "shared_weights": self.buffer("shared_weights") if geometry.shared_gated else pointer(0),
+                "token_slots": self.input("token_slots"),
+                "down": self.buffer("down"),
+                "delta": self.lora_buffer("down_delta"),
+                "out": self.buffer("output"),
                 "top_k": int32(geometry.top_k),
                 "num_shared": int32(geometry.num_shared),
                 "hidden_stride": int32(geometry.output_stride),
             },
             waits=True,
             programmatic=not self.lora,
-            reads=self._routing_reads | {"places", "shared_weights", "down"} | lora_reads,
+            reads=self.routing_reads | {"places", "shared_weights", "down"} | lora_reads,
             writes=frozenset({"output"}),
         )
 
@@ -209,28 +199,28 @@ class Launches:
 
     def _gemm(self, stream: Stream, epilogue: int, source: str, target: str) -> PreparedLaunch:
         geometry = self.geometry
-        config = gemm_config(self._tile)
+        config = gemm_config(self.tile)
         down = epilogue == kernels.EPILOGUE_DOWN
         rows_out = geometry.output_stride if down else 2 * geometry.intermediate_stride
         row_tiles = rows_out // config.block_m
         staging = epilogue == kernels.EPILOGUE_ACTIVATION
         shared_bytes = config.shared_bytes(staging=staging)
-        items = geometry.token_tiles(self.num_tokens, self._tile) * row_tiles
+        items = geometry.token_tiles(self.num_tokens, self.tile) * row_tiles
         return self.kernels.get(kernels.grouped_gemm(config, epilogue), dynamic=True).prepare(
             grid=(min(items, self.sm_count), 1, 1),
             block=(config.threads, 1, 1),
             dynamic_shared_bytes=shared_bytes,
             stream=stream,
             arguments={
-                "layer": self._layer,
-                "tokens": self._buffer(source),
-                "tiles": self._buffer("tiles"),
-                "num_tiles": self._buffer("num_tiles"),
+                "layer": self.layer,
+                "tokens": self.buffer(source),
+                "tiles": self.buffer("tiles"),
+                "num_tiles": self.buffer("num_tiles"),
                 "ticket": pointer(self.arena.pointer("tickets") + 4 * down),
-                "out": self._buffer(target),
+                "out": self.buffer(target),
                 "k_blocks": int32(geometry.intermediate_blocks if down else geometry.hidden_blocks),
                 "row_tiles": int32(row_tiles),
-                "rows": int32(self._rows),
+                "rows": int32(self.rows),
                 "out_stride": int32(geometry.output_stride if down else geometry.intermediate_stride),
             },
             waits=True,
@@ -255,17 +245,17 @@ class Launches:
         geometry = self.geometry
         items = geometry.lora_groups(self.num_tokens) * chunks
         shrink = size_name == "k_steps"
-        rows = {"rows": int32(self._rows)} if shrink else {}
+        rows = {"rows": int32(self.rows)} if shrink else {}
         return self.kernels.get(specialisation).prepare(
             grid=(min(items, self.sm_count), 1, 1),
             block=(256, 1, 1),
             stream=stream,
             arguments={
-                "layer": self._layer,
-                "groups": self._buffer("groups"),
-                "num_groups": self._buffer("num_groups"),
-                "source": self._buffer(source),
-                "target": self._buffer(target),
+                "layer": self.layer,
+                "groups": self.buffer("groups"),
+                "num_groups": self.buffer("num_groups"),
+                "source": self.buffer(source),
+                "target": self.buffer(target),
                 "num_experts": int32(geometry.experts),
                 size_name: int32(size),
                 **rows,
@@ -276,38 +266,3 @@ class Launches:
             writes=frozenset({target}),
             label=f"{specialisation.kernel} of {'gate_up' if 'gate_up' in target else 'down'}",
         )
-
-    @property
-    def _rows(self) -> int:
-        return self.geometry.rows(self.num_tokens)
-
-    @property
-    def _tile(self) -> int:
-        return token_tile(self.geometry, self.num_tokens)
-
-    @property
-    def _layer(self) -> Argument:
-        return self._buffer("input")
-
-    @property
-    def _routing_reads(self) -> frozenset[str]:
-        sent = self.routing is RoutingInput.TOPK
-        return frozenset({"input"} if sent else {"input", "routed_ids", "routed_weights"})
-
-    @property
-    def _topk_ids(self) -> Argument:
-        return self._input("topk_ids") if self.routing is RoutingInput.TOPK else self._buffer("routed_ids")
-
-    @property
-    def _topk_weights(self) -> Argument:
-        return self._input("topk_weights") if self.routing is RoutingInput.TOPK else self._buffer("routed_weights")
-
-    def _buffer(self, name: str) -> Argument:
-        return pointer(self.arena.pointer(name))
-
-    def _lora_buffer(self, name: str) -> Argument:
-        return self._buffer(name) if self.lora else pointer(0)
-
-    def _input(self, name: str) -> Argument:
-        layout = InputLayout(self.geometry, self.num_tokens, self.routing)
-        return pointer(self.arena.pointer("input") + layout.fields[name].offset)
