@@ -1,0 +1,163 @@
+"""Times a forward as a client of the engine meets it: hidden states in host memory to output in host memory.
+
+``GraphEngine.forward`` is called over batches and layers in turn, so that L2 serves no weights, and timed by the
+host's clock around each call; beside it stands the time of the graph alone, measured as ``bench layer`` does under the
+plan that the engine chose. The difference is copies, launch and Python.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from moelet.graphs.engine import GraphEngine, GraphOptions
+from moelet.graphs.program import Plan
+from moelet.layer.engine import LayerBatch
+from moelet.layer.spec import LayerSpec, ModelSpec
+
+from . import options
+from .forwards import Forwards, WeightSet, forwards_per_graph
+from .measurement import geometry_of, workloads
+from .report import Results, Row, Table, circumstances, fixed
+from .rig import Rig
+from .timing import Timing
+from .workload import Routing, Workload, random_batches
+
+TOKENS = (1, 16, 64, 256)
+WARM_UP = 8
+TABLE = Table("T:5 LoRA:13 host:8 p10:8 p90:8 graph:8 beside:8 plan:23")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = options.Parser(prog="moelet bench host", description=(__doc__ or "").split("\n")[0])
+    options.shape_options(made)
+    work = made.add_argument_group("work")
+    options.lora_options(work)
+    work.add_argument("--routing", choices=[each.value for each in Routing], default="uniform")
+    options.run_options(made, tokens=TOKENS)
+    made.add_argument("--calls", type=options.replays, default=300, help="timed calls of the engine (300)")
+    return made
+
+
+def open_engine(chosen: argparse.Namespace, sets: Sequence[WeightSet]) -> GraphEngine:
+    """An engine that serves every set as a layer, its decode shapes those asked for."""
+    layers = {each.spec.index: each.spec for each in sets}
+    model = ModelSpec(
+        name="random", model_type="random", path=Path("random"), num_hidden_layers=len(layers), layers=layers
+    )
+    geometry = sets[0].layer.geometry
+    limit = GraphOptions().max_decode_tokens
+    decode = [tokens for tokens in chosen.tokens if tokens <= limit]
+    settings = GraphOptions(
+        max_loras=geometry.max_loras,
+        max_lora_rank=geometry.max_lora_rank,
+        max_decode_tokens=max(decode, default=limit),
+        decode_shapes=decode,
+    )
+    engine = GraphEngine(model, settings, ordinal=chosen.gpu)
+    for each in sets:
+        engine.add_layer(each.spec.index, each.engine_weights)
+    engine.start()
+    return engine
+
+
+def install(engine: GraphEngine, sets: Sequence[WeightSet]) -> None:
+    """Put the sets' adapters into the engine's slots, each adapter over all layers."""
+    for slot, adapter in enumerate(sets[0].adapters):
+        layers = {each.spec.index: each.adapters[slot].layers[each.spec.index] for each in sets}
+        engine.install_adapter(slot, replace(adapter, layers=layers))
+
+
+def host_times(engine: GraphEngine, batches: Sequence[LayerBatch], calls: int) -> list[float]:
+    """Microseconds of each of ``calls`` calls of the engine, over ``batches`` in turn."""
+    times = []
+    for number in range(WARM_UP + calls):
+        batch = batches[number % len(batches)]
+        start = time.perf_counter()
+        engine.forward(batch)
+        times.append((time.perf_counter() - start) * 1e6)
+    return times[WARM_UP:]
+
+
+def plan_of(engine: GraphEngine, workload: Workload) -> Plan:
+    """The plan that the engine runs ``workload`` under."""
+    rows = engine.plans(0)
+    plan = next((row["plan"] for row in rows if row["tokens"] >= workload.num_tokens), rows[-1]["plan"])
+    return Plan(plan) if workload.lora else Plan.SINGLE_STREAM
+
+
+def measured(
+    rig: Rig, engine: GraphEngine, chosen: argparse.Namespace, workload: Workload, sets: Sequence[WeightSet]
+) -> Row:
+    """One row: the engine's calls, and the graph alone."""
+    spec, geometry = sets[0].spec, sets[0].layer.geometry
+    batches = random_batches(spec, workload, forwards_per_graph(spec, workload.num_tokens), geometry.max_loras)
+    layered = [replace(batch, layer=index % len(sets)) for index, batch in enumerate(batches)]
+    calls = Timing.of(host_times(engine, layered, chosen.calls))
+    forwards = Forwards(rig, geometry, workload, plan_of(engine, workload), sets, batches)
+    replay = partial(forwards.capture().launch, rig.streams.main)
+    graph = rig.time(replay, replays=chosen.replays, forwards=forwards.count)
+    row = {
+        "tokens": workload.num_tokens,
+        "plan": forwards.plan.value,
+        "routing": workload.routing.value,
+        "rank": workload.rank,
+        "adapters": workload.adapters,
+        "calls": chosen.calls,
+        **calls.row(),
+        "graph_us": round(graph.median, 2),
+        "beside_graph_us": round(calls.median - graph.median, 2),
+    }
+    forwards.close()
+    return row
+
+
+def line(row: Row) -> str:
+    """A row of the table on the terminal."""
+    lora = f"r{row['rank']} x{row['adapters']}" if row["rank"] else None
+    times = [fixed(row[name]) for name in ("us", "p10_us", "p90_us", "graph_us", "beside_graph_us")]
+    return TABLE.line([row["tokens"], lora, *times, row["plan"]])
+
+
+def rows(rig: Rig, chosen: argparse.Namespace, spec: LayerSpec) -> Iterator[Row]:
+    """All rows of one layer."""
+    geometry = geometry_of(spec, chosen)
+    sets = [WeightSet(rig, replace(spec, index=index), geometry, index) for index in range(chosen.sets)]
+    engine = open_engine(chosen, sets)
+    for rank in chosen.ranks:
+        if rank:
+            for each in sets:
+                each.install(geometry.max_loras, rank, shared_outer=False)
+            install(engine, sets)
+        for workload in workloads(chosen, rank, shared_outer=False):
+            yield measured(rig, engine, chosen, workload, sets)
+    engine.close()
+    for each in sets:
+        each.close()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure; the exit code 0."""
+    chosen = parser().parse_args(arguments)
+    options.check(chosen)
+    layers = options.chosen_shapes(chosen)
+    rig = Rig(chosen.gpu)
+    head = circumstances("host", arguments, rig, chosen.commit)
+    results = Results(head, chosen.json)
+    print(f"{rig.device.name}, times in us, host clock: median of {chosen.calls} calls")
+    for name, spec in layers.items():
+        print(f"\n{name}\n{TABLE.heading}", flush=True)
+        results.start(name)
+        for row in rows(rig, chosen, spec):
+            results.add({"shape": name, **row})
+            print(line(row), flush=True)
+    rig.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(options.run(main, sys.argv[1:]))

@@ -1,0 +1,118 @@
+"""Command-line options that the benchmarks share, and the one sentence that each wrong one ends with."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from moelet.layer.errors import ConfigurationError, MoeletError
+from moelet.layer.spec import LayerSpec
+
+from . import shapes
+from .workload import ALL
+
+NUMBERED = ("num_experts", "top_k", "hidden_size", "intermediate_size")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints are ``ConfigurationError``, as those of everything else are."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(message)
+
+
+def run(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
+    """The exit code of ``command``; what is wrong is one sentence on stderr and code 2."""
+    try:
+        return command(arguments)
+    except MoeletError as error:
+        print(f"moelet bench: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def counts(text: str) -> list[int]:
+    """``1,4,16``: whole numbers above 0."""
+    return _whole_numbers(text, 1)
+
+
+def ranks(text: str) -> list[int]:
+    """``0,16``: LoRA ranks, ascending, 0 for the base layer."""
+    return sorted(set(_whole_numbers(text, 0)))
+
+
+def adapter_counts(text: str) -> list[int | str]:
+    """``1,4,all``: numbers of adapters."""
+    return [part if part == ALL else _whole_numbers(part, 1)[0] for part in text.split(",")]
+
+
+def replays(text: str) -> int:
+    """A number of replays that has deciles."""
+    return _whole_numbers(text, 3)[0]
+
+
+def _whole_numbers(text: str, least: int) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < least:
+        raise argparse.ArgumentTypeError(f"expected whole numbers from {least}, got {text!r}")
+    return found
+
+
+def shape_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which layers."""
+    group = parser.add_argument_group("layers")
+    group.add_argument(
+        "--shape", action="append", choices=shapes.SHAPES, help=f"repeatable; {shapes.DEFAULT_SHAPE} by default"
+    )
+    for name in NUMBERED:
+        group.add_argument(f"--{name.replace('_', '-')}", type=int, help="a layer by its numbers takes all four")
+    group.add_argument("--shared", action="store_true", help="with the shared experts, where the checkpoint has them")
+
+
+def chosen_shapes(options: argparse.Namespace) -> dict[str, LayerSpec]:
+    """The layers asked for, by name. Raises ``ConfigurationError``."""
+    numbers = [getattr(options, name) for name in NUMBERED]
+    found = {name: shapes.named(name, shared=options.shared) for name in options.shape or []}
+    if any(number is not None for number in numbers):
+        if None in numbers:
+            raise ConfigurationError("a layer by its numbers takes --" + ", --".join(NUMBERED).replace("_", "-"))
+        name, spec = shapes.numbered(*numbers)
+        found[name] = spec
+    return found or {shapes.DEFAULT_SHAPE: shapes.named(shapes.DEFAULT_SHAPE, shared=options.shared)}
+
+
+def run_options(parser: argparse.ArgumentParser, *, tokens: Sequence[int]) -> None:
+    """Add the options of how to measure and where to write."""
+    group = parser.add_argument_group("method")
+    shown = ",".join(map(str, tokens))
+    group.add_argument("--tokens", type=counts, default=list(tokens), help=f"token counts ({shown})")
+    group.add_argument("--sets", type=int, default=2, help="complete weight sets taken in turn (2)")
+    group.add_argument("--replays", type=replays, default=51, help="timed replays (51)")
+    group.add_argument("--gpu", type=int, default=0, metavar="N", help="which GPU (0)")
+    group.add_argument("--json", type=Path, metavar="PATH", help="one file for all results (by date and shape)")
+    group.add_argument("--commit", help="what to record as the commit where this is no git checkout")
+
+
+def lora_options(group: "argparse._ArgumentGroup") -> None:
+    """Add the options of which adapters, for benchmarks that take one workload after the other."""
+    group.add_argument("--ranks", type=ranks, default=[0, 16], help="LoRA ranks, 0 for the base (0,16)")
+    group.add_argument(
+        "--adapters", type=adapter_counts, default=[1, 4], help="adapters mixed over the tokens (1,4), or all"
+    )
+    group.add_argument("--slots", type=int, default=8, help="adapter slots, which 'all' goes through in turn (8)")
+    group.add_argument("--max-lora-rank", type=int, help="rank of the slots (the largest of --ranks)")
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise ``ConfigurationError`` for numbers that contradict each other."""
+    if options.sets < 1:
+        raise ConfigurationError(f"--sets should be at least 1, got {options.sets}")
+    needed = max([1, *(count for count in options.adapters if isinstance(count, int))])
+    if options.slots < needed:
+        raise ConfigurationError(f"--adapters {needed} does not fit into --slots {options.slots}")
+    rank = max(options.ranks)
+    if options.max_lora_rank is not None and options.max_lora_rank < rank:
+        raise ConfigurationError(f"--ranks {rank} does not fit into --max-lora-rank {options.max_lora_rank}")

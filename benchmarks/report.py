@@ -1,0 +1,141 @@
+"""A benchmark's results: what was run where and when, written as JSON, and tables of short lines."""
+
+import json
+import math
+import os
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moelet.graphs.compiler import nvrtc_version
+
+from .rig import Rig
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+SMI_FIELDS = {
+    "driver_version": "driver",
+    "clocks.sm": "sm_clock",
+    "clocks.mem": "memory_clock",
+    "clocks.max.sm": "max_sm_clock",
+    "power.limit": "power_limit",
+    "power.draw": "power_draw",
+}
+Row = dict[str, Any]
+
+
+def circumstances(kind: str, arguments: Sequence[str], rig: Rig, commit: str | None) -> Row:
+    """What a reader needs to repeat the run; the clocks are read right after the bandwidth was measured."""
+    return {
+        "kind": kind,
+        "command": shlex.join(["moelet", "bench", kind, *arguments]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit or git_commit(),
+        "gpu": rig.device.name,
+        "sm_count": rig.device.sm_count,
+        **nvidia_smi(rig.device.ordinal),
+        "driver_cuda": ".".join(map(str, rig.device.driver_version)),
+        "nvrtc": ".".join(map(str, nvrtc_version())),
+        "torch": torch.__version__,
+        "read_bandwidth_tb_s": round(rig.bandwidth * 1e-12, 4),
+    }
+
+
+def git_commit() -> str:
+    """The commit of this checkout, ``+changes`` behind it where files differ from it; ``unknown`` outside of git."""
+    try:
+        commit = _output("git", "rev-parse", "HEAD")
+        return commit + ("+changes" if _output("git", "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def nvidia_smi(ordinal: int) -> Row:
+    """Driver, clocks and power as nvidia-smi tells them; empty where it cannot be run."""
+    query = f"--query-gpu={','.join(SMI_FIELDS)}"
+    try:
+        line = _output("nvidia-smi", query, "--format=csv,noheader", f"--id={ordinal}")
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+    return dict(zip(SMI_FIELDS.values(), (value.strip() for value in line.split(",")), strict=False))
+
+
+def _output(*command: str) -> str:
+    ran = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return ran.stdout.strip()
+
+
+class Results:
+    """Rows and peers' rows as they come, written after each: into the file given, or into one for each shape."""
+
+    def __init__(self, head: Row, path: Path | None) -> None:
+        self.head = head
+        self.all_rows: list[Row] = []
+        self.notes: Row = {}
+        self._given = path
+        self._path = path
+        self._rows: list[Row] = []
+        self._peers: list[Row] = []
+
+    def start(self, shape: str) -> None:
+        """What follows is of ``shape``."""
+        if self._given is None:
+            self._path = result_path(self.head, shape)
+            self._rows, self._peers = [], []
+
+    def add(self, row: Row) -> None:
+        """Keep a row; one with a ``peer`` is a peer's."""
+        if "peer" in row:
+            self._peers.append(row)
+        else:
+            self._rows.append(row)
+            self.all_rows.append(row)
+        assert self._path is not None
+        write(self._path, {**self.head, **self.notes, "rows": self._rows, "peers": self._peers})
+
+    @property
+    def wrong(self) -> list[Row]:
+        """The rows of ours whose outputs were wrong."""
+        return [row for row in self.all_rows if row.get("wrong")]
+
+
+def result_path(report: Mapping[str, Any], shape: str) -> Path:
+    """Where the results of one shape go by default: ``<date>-<kind>-<shape>.json``."""
+    return RESULTS / f"{report['date'][:10]}-{report['kind']}-{shape}.json"
+
+
+def write(path: Path, report: Mapping[str, Any]) -> None:
+    """Write a report whole, through a file beside it. NaN is refused: it is no JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    beside.replace(path)
+
+
+def rounded(value: float, digits: int = 4) -> float | None:
+    """``value`` with so many significant digits; None where it is not finite."""
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+
+
+class Table:
+    """Lines of a table, one at a time; ``columns`` are headings with their widths, ``"T:5 plan:23"``."""
+
+    def __init__(self, columns: str) -> None:
+        headings, widths = zip(*(column.rsplit(":", 1) for column in columns.split()), strict=True)
+        self._widths = [int(width) for width in widths]
+        self.heading = self.line(headings)
+
+    def line(self, cells: Sequence[object]) -> str:
+        """One row, cells to the right of their columns; None is a dash."""
+        shown = ("-" if cell is None else str(cell) for cell in cells)
+        return "  ".join(cell.rjust(width) for cell, width in zip(shown, self._widths, strict=True))
+
+
+def fixed(value: float | None, digits: int = 1) -> str | None:
+    """``value`` with so many decimals, for a table."""
+    return None if value is None else f"{value:.{digits}f}"
