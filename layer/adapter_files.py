@@ -62,11 +62,10 @@ class AdapterFolder:
             raise FileNotFoundError(name) from None
         except OSError as error:
             raise AdapterRefusedError(name, "a file that can be read", error.strerror or "an I/O error") from None
-        file = FileIO(descriptor)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            file.close()
+            os.close(descriptor)
             raise AdapterRefusedError(name, "a file", "a folder, pipe or device")
-        return file
+        return FileIO(descriptor)
 
     def _without_weights(self) -> str:
         pickles = sorted(path.name for pattern in _PICKLES for path in self._real.glob(pattern))
