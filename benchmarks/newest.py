@@ -1,0 +1,84 @@
+"""The newest results of each shape, and what peers took, for tables and plots."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .report import RESULTS, Row
+
+PEERS = Path(__file__).with_name("peers.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """The rows of one shape out of the newest report of a kind that has any, peers' rows apart."""
+
+    report: Mapping[str, Any]
+    rows: Sequence[Row]
+    peers: Sequence[Row]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The token counts measured, ascending."""
+        return sorted({row["tokens"] for row in self.rows})
+
+
+def reports(folder: Path = RESULTS) -> Iterator[Mapping[str, Any]]:
+    """Every report of ``moelet bench`` in ``folder``, the newest first."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
+    named = [report for report in found if "kind" in report and report.get("rows")]
+    yield from sorted(named, key=lambda report: str(report["date"]), reverse=True)
+
+
+def newest(kind: str, shape: str, routing: str = "uniform", folder: Path = RESULTS) -> Newest | None:
+    """The newest right rows of ``shape`` under ``routing``; None where there are none."""
+
+    def of_shape(rows: Sequence[Row]) -> list[Row]:
+        return [r for r in rows if (r["shape"], r["routing"]) == (shape, routing) and not r.get("wrong")]
+
+    for report in reports(folder):
+        if report["kind"] == kind and (rows := of_shape(report["rows"])):
+            return Newest(report, rows, of_shape(report.get("peers", [])))
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One peer's times over token counts, measured earlier by this project; ``us`` lacks what was not measured."""
+
+    name: str
+    rank: int
+    adapters: int
+    us: Mapping[int, float]
+
+
+def published(shape: str) -> list[Published]:
+    """The peers of ``shape``, as ``peers.json`` has them."""
+    data = json.loads(PEERS.read_text(encoding="utf-8"))
+    return [
+        Published(
+            series["name"],
+            series["rank"],
+            series["adapters"],
+            {tokens: us for tokens, us in zip(data["tokens"], series["us"], strict=True) if us is not None},
+        )
+        for series in data["shapes"].get(shape, [])
+    ]
+
+
+def source() -> str:
+    """Where the published times come from: ``measured …``."""
+    return str(json.loads(PEERS.read_text(encoding="utf-8"))["source"])
+
+
+def best_published(shape: str, rank: int, adapters: int) -> dict[int, Published]:
+    """The fastest peer of ``shape`` at each token count, with so many adapters of ``rank``."""
+    best: dict[int, Published] = {}
+    for peer in published(shape):
+        if (peer.rank, peer.adapters) == (rank, adapters):
+            for tokens, us in peer.us.items():
+                if tokens not in best or us < best[tokens].us[tokens]:
+                    best[tokens] = peer
+    return best

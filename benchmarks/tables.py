@@ -1,0 +1,177 @@
+"""Rewrites the marked regions of README.md and benchmarks/README.md from the newest results.
+
+A region stands between ``<!-- bench:start NAME -->`` and ``<!-- bench:end -->``. NAME is ``layer-SHAPE``,
+``kernels-SHAPE`` or ``host-SHAPE``, with ``-zipf`` or ``-eight`` behind it for another routing than the uniform one. A
+region without a result says so. ``--check`` changes nothing and exits 1 where a table is not what the results say.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from moelet.layer.errors import ConfigurationError
+
+from . import options
+from .newest import Newest, best_published, newest
+from .report import RESULTS, ROOT, Row
+
+FILES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
+REGION = re.compile(r"(<!-- bench:start (\S+) -->\n).*?(<!-- bench:end -->)", re.S)
+NAME = re.compile(r"(layer|kernels|host)-(.+?)(?:-(zipf|eight))?")
+NO_RESULT = "No result yet."
+DASH = "–"
+
+
+def rewritten(text: str, folder: Path = RESULTS) -> str:
+    """``text`` with every region as the results in ``folder`` say. Raises ``ConfigurationError`` for a wrong name."""
+
+    def region(match: re.Match[str]) -> str:
+        return f"{match[1]}{content(match[2], folder)}\n{match[3]}"
+
+    return REGION.sub(region, text)
+
+
+def content(name: str, folder: Path = RESULTS) -> str:
+    """The Markdown of one region."""
+    parsed = NAME.fullmatch(name)
+    if parsed is None:
+        raise ConfigurationError(f"no table is called {name}: the name begins with layer-, kernels- or host-")
+    found = newest(parsed[1], parsed[2], parsed[3] or "uniform", folder)
+    if found is None:
+        return NO_RESULT
+    lines = TABLES[parsed[1]](found, parsed[2])
+    return "\n".join([*lines, "", provenance(found)])
+
+
+def provenance(found: Newest) -> str:
+    """The sentence under a table: when, where, what, by which command."""
+    report = found.report
+    clock = f" at {report['sm_clock']}" if "sm_clock" in report else ""
+    return (
+        f"{report['date'][:10]}, {report['gpu']}{clock}, driver {report.get('driver', 'unknown')}, read bandwidth "
+        f"{report['read_bandwidth_tb_s']:.2f} TB/s, commit {report['commit'][:12]}: `{report['command']}`"
+    )
+
+
+def layer_table(found: Newest, shape: str) -> list[str]:
+    """Times of base and LoRA over token counts, the best plan of each, beside the floor and the peers."""
+    tokens = found.tokens
+    kinds = list(dict.fromkeys((row["rank"], row["adapters"], row["layout"]) for row in found.rows))
+    lines = header("µs (share of the floor)", tokens)
+    for kind in kinds:
+        best = fastest([row for row in found.rows if (row["rank"], row["adapters"], row["layout"]) == kind])
+        lines.append(markdown(described(*kind), [timed(best.get(t)) for t in tokens]))
+        if kind[0]:
+            lines.append(markdown("– over base", [ratio(best.get(t)) for t in tokens]))
+        else:
+            lines.append(markdown("floor", [DASH if t not in best else f"{best[t]['floor_us']:.1f}" for t in tokens]))
+    for peer in dict.fromkeys(row["peer"] for row in found.peers):
+        own = fastest([row for row in found.peers if row["peer"] == peer])
+        lines.append(markdown(f"{peer}, base, same run", [timed(own.get(t)) for t in tokens]))
+    for rank, adapters, layout in kinds:
+        published = best_published(shape, rank, adapters) if layout != "shared_outer" else {}
+        if any(t in published for t in tokens):
+            cells = [f"{published[t].us[t]:.1f}" if t in published else DASH for t in tokens]
+            lines.append(markdown(f"best peer, {described(rank, adapters, layout)}, 2026-11-29", cells))
+    return lines
+
+
+def kernels_table(found: Newest, shape: str) -> list[str]:  # noqa: ARG001
+    """What each kernel adds, and how fast it reads, over token counts."""
+    tokens = found.tokens
+    lines = header("µs (GB/s)", tokens)
+    for rank, adapters in dict.fromkeys((row["rank"], row["adapters"]) for row in found.rows):
+        rows = [row for row in found.rows if (row["rank"], row["adapters"]) == (rank, adapters)]
+        for kernel in dict.fromkeys(row["kernel"] for row in rows):
+            by_tokens = {row["tokens"]: row for row in rows if row["kernel"] == kernel}
+            name = f"{kernel}, {described(rank, adapters, None)}"
+            lines.append(markdown(name, [added(by_tokens.get(t)) for t in tokens]))
+    return lines
+
+
+def host_table(found: Newest, shape: str) -> list[str]:  # noqa: ARG001
+    """Host to host, the graph alone and the difference, over token counts."""
+    tokens = found.tokens
+    lines = header("µs", tokens)
+    names = {"us": "host to host", "graph_us": "the graph alone", "beside_graph_us": "beside it"}
+    for rank, adapters in dict.fromkeys((row["rank"], row["adapters"]) for row in found.rows):
+        by_tokens = {r["tokens"]: r for r in found.rows if (r["rank"], r["adapters"]) == (rank, adapters)}
+        for field, name in names.items():
+            cells = [f"{by_tokens[t][field]:.1f}" if t in by_tokens else DASH for t in tokens]
+            lines.append(markdown(f"{name}, {described(rank, adapters, None)}", cells))
+    return lines
+
+
+TABLES: dict[str, Callable[[Newest, str], list[str]]] = {
+    "layer": layer_table,
+    "kernels": kernels_table,
+    "host": host_table,
+}
+
+
+def fastest(rows: Sequence[Row]) -> dict[int, Row]:
+    """The fastest row of each token count."""
+    best: dict[int, Row] = {}
+    for row in rows:
+        if row["tokens"] not in best or row["us"] < best[row["tokens"]]["us"]:
+            best[row["tokens"]] = row
+    return best
+
+
+def described(rank: int, adapters: int | str, layout: str | None) -> str:
+    """What a row was measured with."""
+    if not rank:
+        return "base"
+    return f"LoRA r{rank} ×{adapters}{' shared-outer' if layout == 'shared_outer' else ''}"
+
+
+def timed(row: Row | None) -> str:
+    """A cell: the time and its share of the floor."""
+    return DASH if row is None else f"{row['us']:.1f} ({row['fraction']:.0%})"
+
+
+def ratio(row: Row | None) -> str:
+    """A cell: the time over the base's."""
+    return DASH if row is None or row["of_base"] is None else f"{row['of_base']:.3f}"
+
+
+def added(row: Row | None) -> str:
+    """A cell: the time that a kernel adds and its GB/s."""
+    if row is None:
+        return DASH
+    return f"{row['us']:.1f}" + (f" ({row['gb_s']:.0f})" if row["gb_s"] is not None else "")
+
+
+def header(what: str, tokens: Sequence[int]) -> list[str]:
+    """The two lines that begin a Markdown table."""
+    return [markdown(what, [f"T={t}" for t in tokens]), markdown("---", ["---:"] * len(tokens))]
+
+
+def markdown(first: str, cells: Sequence[str]) -> str:
+    """A line of a Markdown table."""
+    return f"| {' | '.join([first, *cells])} |"
+
+
+def stale(files: Sequence[Path] = FILES, folder: Path = RESULTS) -> Mapping[Path, str]:
+    """The files whose tables are not what the results say, with the text that they should have."""
+    texts = {path: path.read_text(encoding="utf-8") for path in files if path.is_file()}
+    return {path: new for path, text in texts.items() if (new := rewritten(text, folder)) != text}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Rewrite, or with ``--check`` only tell; the exit code: 1 where a check finds a stale table."""
+    parser = options.Parser(prog="moelet bench tables", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=False, help="change nothing")
+    chosen = parser.parse_args(arguments)
+    found = stale()
+    for path, text in found.items():
+        if not chosen.check:
+            path.write_text(text, encoding="utf-8")
+        print(f"{path.relative_to(ROOT)}: tables {'are not those of the newest results' * chosen.check or 'rewritten'}")
+    return 1 if chosen.check and found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(options.run(main, sys.argv[1:]))
