@@ -73,10 +73,9 @@ class TensorFile:
         raw = torch.empty(stored.end - stored.begin, dtype=torch.uint8)
         _fill(self._file, self._start + stored.begin, raw.numpy().data)
         tensor = raw.view(_DTYPES[stored.dtype]).view(stored.shape).bfloat16()
-        finite = tensor.isfinite()
-        if not finite.all():
-            value = tensor[~finite][0].item()
-            raise AdapterRefusedError(stored.key, "finite numbers", f"{value} in bf16")
+        for extreme in tensor.aminmax():  # NaN if there is one, and ten times faster than isfinite
+            if not math.isfinite(value := extreme.item()):
+                raise AdapterRefusedError(stored.key, "finite numbers", f"{value} in bf16")
         return tensor
 
 
