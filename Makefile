@@ -29,7 +29,7 @@ help: ## List the targets and the variables they read
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo 'CHECKPOINT=DIR       what serve serves (default: a small demo that it writes itself)'
-	@echo 'ARGS="..."           more arguments for moelet serve, moelet bench or pytest'
+	@echo 'ARGS="..."           more arguments for moelet serve, the benchmarks or pytest'
 	@echo 'PYTHON=python3.12    the interpreter of the virtual environment'
 	@echo 'TORCH="torch==..."   the torch requirement to install first (now: $(TORCH))'
 	@echo 'VENV=DIR             the virtual environment; empty: the one that PYTHON belongs to'
@@ -55,7 +55,7 @@ gpu-test: $(TOOLS) ## Run the tests that need an NVIDIA GPU
 	$(PY) -m pytest -m gpu $(ARGS)
 
 bench: $(TOOLS) ## Run the benchmarks: make bench ARGS="layer --shape qwen3-30b-a3b"
-	$(PY) -m moelet bench $(ARGS)
+	$(PY) -m benchmarks $(ARGS)
 
 wheel: $(TOOLS) ## Build the wheel into dist/
 	rm -rf build
