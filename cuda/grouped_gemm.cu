@@ -77,7 +77,7 @@ struct Producer {
     const Gemm& gemm;
     uint8_t* stages;
     Ring& ring;
-    const uint64_t policy = evict_last_policy();
+    const uint64_t policy = evict_first_policy();
 
     __device__ __forceinline__ void load_weights(const Source& source, int item, int block, int stage) {
         ring.item[stage] = item;
