@@ -1,4 +1,4 @@
-// h = scaling * A x for every adapter group: [rows, R] bf16 from BlockMajorK operands, deterministic.
+// h = scaling * A x for every adapter group: [R/8, rows, PROJECTIONS, 8] bf16 from BlockMajorK operands.
 //
 // Tokens are the M operand, eight ranks the N operand. A block takes one group and RANK_BLOCKS blocks of eight
 // ranks; its eight warps split K in a fixed way and their sums are added in a fixed order, so that a token's h
@@ -8,7 +8,7 @@
 #include "common/barrier.cuh"
 #include "common/layer_args.cuh"
 #include "common/layout.cuh"
-#include "common/mma.cuh"
+#include "common/lora.cuh"
 #include "common/tiles.cuh"
 
 constexpr int kWarps = 8;
@@ -107,8 +107,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 2)
 #pragma unroll
                 for (int w = 0; w < kWarps; ++w) sum += partial[w][b][token][i % 8];
                 if (token < num_rows && b < live_blocks)
-                    h[int64_t(group.first_row + row + token) * (PROJECTIONS * max_rank) + projection * max_rank +
-                      (first_block + b) * 8 + i % 8] = to_bf16(sum * scaling);
+                    h[h_offset(first_block + b, group.first_row + row + token, projection, rows, PROJECTIONS) + i % 8] =
+                        to_bf16(sum * scaling);
             }
             __syncthreads();
         }

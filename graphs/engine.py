@@ -19,7 +19,7 @@ from .driver import Device, open_device
 from .geometry import Geometry
 from .kernels import Kernels
 from .memory import DeviceBuffer
-from .pool import GraphPool, Runnable, arena_memory
+from .pool import EAGER_PLAN, GraphPool, Runnable, arena_memory
 from .program import Plan
 from .residency import ResidentLayer, router_matrix
 from .staging import Staging, routing_input
@@ -61,7 +61,7 @@ class GraphOptions:
         return sorted(chosen | {self.max_decode_tokens})
 
 
-DEFAULT_PLAN = Plan.TWO_STREAM_OVERLAP_DOWN
+DEFAULT_PLAN = Plan.FUSED
 """The plan of shapes with adapters when none is asked for."""
 
 
@@ -152,7 +152,7 @@ class GraphEngine:
             raise RequestError(f"1 to {self._eager_tokens} tokens can stay unfinalized, got {batch.num_tokens}")
         runnable = self._run(batch)
         self._streams.main.synchronize()
-        return read_unfinalized(self._layers[batch.layer].geometry, batch, runnable.variant, runnable.arena)
+        return read_unfinalized(self._layers[batch.layer].geometry, batch, runnable)
 
     def _forward(self, batch: LayerBatch) -> Tensor:
         runnable = self._run(batch)
@@ -187,7 +187,7 @@ class GraphEngine:
             {
                 "tokens": self._eager_tokens,
                 "captured": False,
-                "plan": Plan.SINGLE_STREAM.value,
+                "plan": EAGER_PLAN.value,
                 "why": f"more than {self._shapes[-1]} tokens run eagerly on one stream",
             }
         )

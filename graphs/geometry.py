@@ -134,8 +134,8 @@ class GemmConfig:
         """Dynamic shared memory of a block; ``staging`` where the epilogue makes activations."""
         token_bytes = round_up(self.max_n * BLOCK_K * 2, 1024)
         stage_bytes = self.block_m * BLOCK_K * 2 + token_bytes
-        barrier_bytes = self.stages * (8 + 8 + 4)
-        needed = self.stages * stage_bytes + (token_bytes if staging else 0) + round_up(barrier_bytes, 16)
+        ring_bytes = self.stages * (8 + 8 + 5 * 4)
+        needed = self.stages * stage_bytes + (token_bytes if staging else 0) + round_up(ring_bytes, 16)
         return max(needed, EXCLUSIVE_BYTES)
 
 
