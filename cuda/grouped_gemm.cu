@@ -3,8 +3,8 @@
 // Weights are the M operand (BLOCK_M rows of a swizzled BlockMajorK matrix: one contiguous run per K-block),
 // tokens the N operand. One warp keeps a ring of STAGES K-blocks in flight with bulk copies, across tiles;
 // BLOCK_M / 64 warpgroups multiply. The grid is persistent over (token tile, row tile) items, which the blocks
-// take from a ticket as they go: who computes a tile does not change its bits. With LORA a tile's last stages are
-// its adapter groups' B and h, and the delta joins the sum before the epilogue.
+// take from a ticket as they go: who computes a tile does not change its bits. With LORA a second, short ring
+// brings B and h of the tile's adapter groups, and the delta joins the sum before the epilogue.
 //
 // Compile-time: BLOCK_M (64 or 128), MAX_N (tokens of the largest tile), STAGES, EPILOGUE, LORA.
 #include "common/activation.cuh"
@@ -33,35 +33,64 @@ constexpr int kStageBytes = kWeightBytes + kTokenBytes;
 constexpr int kStagingBytes = EPILOGUE == EPILOGUE_ACTIVATION ? kTokenBytes : 0;
 constexpr int kNoItem = -1;
 
-// LoRA stages: blocks of eight ranks, each BLOCK_M / 16 fragments of B and one run of h.
+// A LoRA stage: up to kEntries fragments-by-eight-ranks of B, and h of kHBlocks blocks of ranks for all tokens.
 constexpr int kProjections = IS_DOWN ? 1 : 2;
+constexpr int kHTokenBytes = kProjections * kHRowBytes;
 constexpr int kTileFragmentBytes = BLOCK_M / 16 * kFragmentBytes;
-constexpr int kStageRankBlocks = 8 / kProjections;
+constexpr int kEntries = 8;
+constexpr int kHBlocks = MAX_N > 64 ? 4 : 8;
+constexpr int kLoraStages = LORA ? 2 : 0;
+constexpr int kLoraStageBytes = kEntries * kTileFragmentBytes + kHBlocks * MAX_N * kHTokenBytes;
 
-struct StageInfo {
-    int item;         // the item that a stage belongs to; kNoItem ends the work
-    int lora_stages;  // that follow the item's K-blocks
-    int first_row;    // of a LoRA stage: its group's rows within the tile,
-    int last_row;
-    int rank_blocks;  // and its blocks of ranks
+template <int kStages>
+struct Barriers {
+    uint64_t full[kStages];
+    uint64_t empty[kStages];
+    __device__ __forceinline__ void init() {
+        for (int i = 0; i < kStages; ++i) {
+            barrier_init(&full[i], 1);
+            barrier_init(&empty[i], kConsumers / 32);
+        }
+    }
+};
+
+// One group's block of ranks within a LoRA stage.
+struct LoraStageEntry {
+    int16_t first_row;  // of the group within the tile
+    int16_t last_row;
+    int block;          // of h
 };
 
 struct Ring {
-    uint64_t full[STAGES];
-    uint64_t empty[STAGES];
-    StageInfo info[STAGES];
+    Barriers<STAGES> barriers;
+    int item[STAGES];         // the item that a stage belongs to; kNoItem ends the work
+    int lora_stages[STAGES];  // of that item
+};
+struct LoraRing {
+    Barriers<2> barriers;
+    int num_entries[2];
+    LoraStageEntry entries[2][kEntries];
 };
 
+template <int kStages>
 struct Cursor {
     int stage = 0;
     uint32_t parity = 0;
     __device__ __forceinline__ void advance(int stages = 1) {
         stage += stages;
-        if (stage >= STAGES) {
-            stage -= STAGES;
+        if (stage >= kStages) {
+            stage -= kStages;
             parity ^= 1;
         }
     }
+};
+
+struct Memory {
+    uint8_t* stages;
+    uint8_t* lora_stages;
+    bf16* staging;
+    Ring& ring;
+    LoraRing& lora;
 };
 
 struct Gemm {
@@ -114,6 +143,31 @@ struct GroupSource {
     }
 };
 
+// Calls visit(group, entries before this lane's, first entry, entries, chunk) for every LoRA stage of a tile, with the
+// whole warp: lane i holds group i of a batch, and a stage takes up to kEntries (group, block of ranks) entries whose
+// blocks lie in one chunk of kHBlocks.
+template <typename Visit>
+__device__ __forceinline__ void for_lora_stages(const Gemm& gemm, const TokenTile& tile, int row_tile,
+                                                const GroupSource& first_groups, Visit visit) {
+    const int lane = threadIdx.x % 32;
+    for (int batch = 0; batch < tile.groups >> 16; batch += 32) {
+        const GroupSource group = batch == 0 ? first_groups : GroupSource(gemm, tile, row_tile, batch + lane);
+        for (int chunk = 0;; ++chunk) {
+            const int mine = min(max(group.rank_blocks - chunk * kHBlocks, 0), kHBlocks);
+            int before = mine;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const int lower = __shfl_up_sync(~0u, before, step);
+                if (lane >= step) before += lower;
+            }
+            const int total = __shfl_sync(~0u, before, 31);
+            if (total == 0) break;
+            for (int entry = 0; entry < total; entry += kEntries)
+                visit(group, before - mine, entry, min(kEntries, total - entry), chunk);
+        }
+    }
+}
+
 struct Source {
     const uint8_t* weights;
     const uint8_t* tokens;
@@ -130,12 +184,8 @@ struct Source {
         tokens = gemm.tokens + int64_t(tile.first_row) * kBlockBytes;
         token_bytes = round_up(tile.num_rows, kRowAlign) * kBlockBytes;
 #if LORA
-        const int lane = threadIdx.x % 32;
-        group = GroupSource(gemm, tile, row_tile, lane);
-        lora_stages = ceil_div(group.rank_blocks, kStageRankBlocks);
-        for (int index = lane + 32; index < tile.groups >> 16; index += 32)
-            lora_stages += ceil_div(GroupSource(gemm, tile, row_tile, index).rank_blocks, kStageRankBlocks);
-        lora_stages = __reduce_add_sync(~0u, lora_stages);
+        group = GroupSource(gemm, tile, row_tile, threadIdx.x % 32);
+        for_lora_stages(gemm, tile, row_tile, group, [&](const GroupSource&, int, int, int, int) { ++lora_stages; });
 #endif
     }
 };
@@ -143,21 +193,24 @@ struct Source {
 // The producer's warp; its lanes go together, the first one issues.
 struct Producer {
     const Gemm& gemm;
-    uint8_t* stages;
-    Ring& ring;
+    const Memory& memory;
+    Cursor<STAGES> cursor;
+    Cursor<2> lora_cursor;
     const uint64_t policy = evict_first_policy();
     const bool first_lane = threadIdx.x % 32 == 0;
 
     __device__ __forceinline__ void load_weights(const Source& source, int item, int block, int stage) {
-        ring.info[stage].item = item;
-        ring.info[stage].lora_stages = source.lora_stages;
-        barrier_expect(&ring.full[stage], kWeightBytes + source.token_bytes);
-        bulk_load(stages + stage * kStageBytes, source.weights + int64_t(block) * gemm.row_tiles * kWeightBytes,
-                  kWeightBytes, &ring.full[stage], policy);
+        uint64_t* full = &memory.ring.barriers.full[stage];
+        memory.ring.item[stage] = item;
+        memory.ring.lora_stages[stage] = source.lora_stages;
+        barrier_expect(full, kWeightBytes + source.token_bytes);
+        bulk_load(memory.stages + stage * kStageBytes, source.weights + int64_t(block) * gemm.row_tiles * kWeightBytes,
+                  kWeightBytes, full, policy);
     }
     __device__ __forceinline__ void load_tokens(const Source& source, int block, int stage) {
-        bulk_load(stages + stage * kStageBytes + kWeightBytes, source.tokens + int64_t(block) * gemm.rows * kBlockBytes,
-                  source.token_bytes, &ring.full[stage], policy);
+        bulk_load(memory.stages + stage * kStageBytes + kWeightBytes,
+                  source.tokens + int64_t(block) * gemm.rows * kBlockBytes, source.token_bytes,
+                  &memory.ring.barriers.full[stage], policy);
     }
     // Weights do not depend on the kernels before: a first ring of them is under way while those finish.
     __device__ __forceinline__ int start(const Source& source, int item) {
@@ -167,12 +220,14 @@ struct Producer {
         grid_dependency_wait();
         if (first_lane)
             for (int block = 0; block < blocks; ++block) load_tokens(source, block, block);
+        cursor.advance(blocks);
+        __syncwarp();
         return blocks;
     }
-    __device__ __forceinline__ void load(const Source& source, int item, int first, int last, Cursor& cursor) {
+    __device__ __forceinline__ void load(const Source& source, int item, int first, int last) {
         for (int block = first; block < last; ++block) {
             if (first_lane) {
-                barrier_wait(&ring.empty[cursor.stage], cursor.parity ^ 1);
+                barrier_wait(&memory.ring.barriers.empty[cursor.stage], cursor.parity ^ 1);
                 load_weights(source, item, block, cursor.stage);
                 load_tokens(source, block, cursor.stage);
             }
@@ -180,43 +235,53 @@ struct Producer {
         }
         __syncwarp();
     }
-    // One stage of a group: `blocks` blocks of ranks from `first_block` on, a lane each.
-    __device__ __forceinline__ void load_ranks(const Source& source, const GroupSource& group, int first_block,
-                                               int blocks, int stage) {
-        constexpr int kRowBytes = kProjections * kHRowBytes;
-        const int padded_rows = round_up(source.tile.num_rows, kRowAlign);
-        if (first_lane) {
-            ring.info[stage].first_row = group.first_row;
-            ring.info[stage].last_row = group.last_row;
-            ring.info[stage].rank_blocks = blocks;
-            barrier_expect(&ring.full[stage], blocks * (kTileFragmentBytes + padded_rows * kRowBytes));
-        }
-        __syncwarp();
+    // A lane an entry of B, a lane a block of h.
+    __device__ __forceinline__ void load_lora_stage(const Source& source, const GroupSource& group, int before,
+                                                    int first_entry, int num_entries, int chunk) {
         const int lane = threadIdx.x % 32;
-        if (lane < blocks) {
-            const int block = first_block + lane;
-            uint8_t* target = stages + stage * kStageBytes;
-            bulk_load(target + lane * kTileFragmentBytes,
-                      group.b + int64_t(block) * gemm.row_tiles * kTileFragmentBytes, kTileFragmentBytes,
-                      &ring.full[stage], policy);
-            bulk_load(target + kWeightBytes + lane * padded_rows * kRowBytes,
-                      gemm.h + h_offset(block, source.tile.first_row, 0, gemm.rows, kProjections),
-                      padded_rows * kRowBytes, &ring.full[stage], policy);
+        const int stage = lora_cursor.stage;
+        const int entry = first_entry + lane;
+        const int padded_rows = round_up(source.tile.num_rows, kRowAlign);
+        // This lane's entry belongs to the last group that starts at or before it.
+        int owner = 0;
+        for (int other = 1; other < 32; ++other)
+            if (__shfl_sync(~0u, before, other) <= entry && __shfl_sync(~0u, group.rank_blocks, other) > chunk * kHBlocks)
+                owner = other;
+        const GroupSource mine = group.of_lane(owner);
+        const int block = chunk * kHBlocks + entry - __shfl_sync(~0u, before, owner);
+        const int h_blocks = min(int(__reduce_max_sync(~0u, group.rank_blocks)) - chunk * kHBlocks, kHBlocks);
+        if (first_lane) barrier_wait(&memory.lora.barriers.empty[stage], lora_cursor.parity ^ 1);
+        __syncwarp();
+        if (lane < num_entries)
+            memory.lora.entries[stage][lane] =
+                LoraStageEntry{int16_t(mine.first_row), int16_t(mine.last_row), block - chunk * kHBlocks};
+        __syncwarp();
+        uint64_t* full = &memory.lora.barriers.full[stage];
+        if (first_lane) {
+            memory.lora.num_entries[stage] = num_entries;
+            barrier_expect(full, num_entries * kTileFragmentBytes + h_blocks * padded_rows * kHTokenBytes);
         }
         __syncwarp();
+        uint8_t* target = memory.lora_stages + stage * kLoraStageBytes;
+        if (lane < num_entries)
+            bulk_load(target + lane * kTileFragmentBytes,
+                      mine.b + int64_t(block) * gemm.row_tiles * kTileFragmentBytes, kTileFragmentBytes, full, policy);
+        if (lane < h_blocks)
+            bulk_load(target + kEntries * kTileFragmentBytes + lane * padded_rows * kHTokenBytes,
+                      gemm.h + h_offset(chunk * kHBlocks + lane, source.tile.first_row, 0, gemm.rows, kProjections),
+                      padded_rows * kHTokenBytes, full, policy);
+        __syncwarp();
+        lora_cursor.advance();
     }
-    __device__ __forceinline__ void load_groups(const Source& source, Cursor& cursor) {
-        const int num_groups = source.tile.groups >> 16;
-        for (int index = 0; index < num_groups; ++index) {
-            const GroupSource group = index < 32 ? source.group.of_lane(index)
-                                                 : GroupSource(gemm, source.tile, source.row_tile, index);
-            for (int block = 0; block < group.rank_blocks; block += kStageRankBlocks) {
-                if (first_lane) barrier_wait(&ring.empty[cursor.stage], cursor.parity ^ 1);
-                __syncwarp();
-                load_ranks(source, group, block, min(kStageRankBlocks, group.rank_blocks - block), cursor.stage);
-                cursor.advance();
-            }
-        }
+    // The tile's LoRA stages `first` to `last`.
+    __device__ __forceinline__ void load_lora(const Source& source, int first, int last) {
+        int index = 0;
+        for_lora_stages(gemm, source.tile, source.row_tile, source.group,
+                        [&](const GroupSource& group, int before, int first_entry, int num_entries, int chunk) {
+                            if (index >= first && index < last)
+                                load_lora_stage(source, group, before, first_entry, num_entries, chunk);
+                            ++index;
+                        });
     }
     __device__ __forceinline__ int next_item() {
         int taken = 0;
@@ -224,21 +289,23 @@ struct Producer {
         return gridDim.x + __shfl_sync(~0u, taken, 0);
     }
     __device__ __forceinline__ void run() {
-        Cursor cursor;
         int item = blockIdx.x;
         if (item < gemm.num_items) {
             Source source(gemm, item);
             int block = start(source, item);
-            cursor.advance(block);
             while (true) {
-                // The next ticket and tile are fetched while this tile's blocks are being issued.
+                // The next ticket and tile are fetched while this tile's blocks are being issued. One LoRA stage goes
+                // ahead of them; the others could wait for room that only this tile's end makes.
                 const int next = next_item();
                 const int half = max(block, gemm.k_blocks / 2);
-                load(source, item, block, half, cursor);
-                const Source upcoming(gemm, min(next, gemm.num_items - 1));
-                load(source, item, half, gemm.k_blocks, cursor);
 #if LORA
-                load_groups(source, cursor);
+                if (source.lora_stages > 0) load_lora(source, 0, 1);
+#endif
+                load(source, item, block, half);
+                const Source upcoming(gemm, min(next, gemm.num_items - 1));
+                load(source, item, half, gemm.k_blocks);
+#if LORA
+                if (source.lora_stages > 1) load_lora(source, 1, source.lora_stages);
 #endif
                 if (next >= gemm.num_items) break;
                 item = next;
@@ -249,30 +316,31 @@ struct Producer {
             grid_dependency_wait();
         }
         if (!first_lane) return;
-        barrier_wait(&ring.empty[cursor.stage], cursor.parity ^ 1);
-        ring.info[cursor.stage].item = kNoItem;
-        barrier_arrive(&ring.full[cursor.stage]);
+        barrier_wait(&memory.ring.barriers.empty[cursor.stage], cursor.parity ^ 1);
+        memory.ring.item[cursor.stage] = kNoItem;
+        barrier_arrive(&memory.ring.barriers.full[cursor.stage]);
     }
 };
 
 struct Consumer {
-    const uint8_t* stages;
-    Ring& ring;
-    Cursor cursor;
+    const Memory& memory;
+    Cursor<STAGES> cursor;
+    Cursor<2> lora_cursor;
 
-    __device__ __forceinline__ void release(int stage) {
-        if (threadIdx.x % 32 == 0) barrier_arrive(&ring.empty[stage]);
+    __device__ __forceinline__ void release(uint64_t* empty) {
+        if (threadIdx.x % 32 == 0) barrier_arrive(empty);
     }
 
     template <int N>
     __device__ __forceinline__ void multiply(float (&acc)[N / 2], int k_blocks) {
+        Barriers<STAGES>& barriers = memory.ring.barriers;
         const int warpgroup = threadIdx.x / 128;
         int previous = -1;
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) acc[i] = 0.0f;
         for (int block = 0; block < k_blocks; ++block) {
-            barrier_wait(&ring.full[cursor.stage], cursor.parity);
-            const uint32_t stage = shared_address(stages) + cursor.stage * kStageBytes;
+            barrier_wait(&barriers.full[cursor.stage], cursor.parity);
+            const uint32_t stage = shared_address(memory.stages) + cursor.stage * kStageBytes;
             const uint64_t a = operand_descriptor(stage + warpgroup * 64 * kBlockBytes);
             const uint64_t b = operand_descriptor(stage + kWeightBytes);
             wgmma_fence();
@@ -280,28 +348,31 @@ struct Consumer {
             for (int k = 0; k < kBlockK / 16; ++k) Wgmma<N>::multiply(acc, a + 2 * k, b + 2 * k);
             wgmma_commit();
             wgmma_wait<1>();
-            if (previous >= 0) release(previous);
+            if (previous >= 0) release(&barriers.empty[previous]);
             previous = cursor.stage;
             cursor.advance();
         }
         wgmma_wait<0>();
-        release(previous);
+        release(&barriers.empty[previous]);
     }
 
-    // delta += B h over one stage's blocks of ranks; rows of other groups count as zero.
+    // delta += B h over one stage's entries; rows of other groups count as zero.
     template <int N>
-    __device__ __forceinline__ void expand_stage(float (&delta)[N / 2], const StageInfo& info, int padded_rows) {
-        constexpr int kRowBytes = kProjections * kHRowBytes;
+    __device__ __forceinline__ void expand_stage(float (&delta)[N / 2], int padded_rows) {
         const int lane = volatile_lane();
-        const uint8_t* fragments = stages + cursor.stage * kStageBytes + threadIdx.x / 32 * kFragmentBytes + lane * 8;
-        const uint8_t* h = stages + cursor.stage * kStageBytes + kWeightBytes + lane / 4 * kRowBytes + lane % 4 * 4;
-        for (int block = 0; block < info.rank_blocks; ++block) {
-            const uint2 b = *reinterpret_cast<const uint2*>(fragments + block * kTileFragmentBytes);
+        const uint8_t* stage = memory.lora_stages + lora_cursor.stage * kLoraStageBytes;
+        const uint8_t* fragments = stage + threadIdx.x / 32 * kFragmentBytes + lane * 8;
+        const uint8_t* h = stage + kEntries * kTileFragmentBytes + lane / 4 * kHTokenBytes + lane % 4 * 4;
+        const int num_entries = memory.lora.num_entries[lora_cursor.stage];
+        for (int i = 0; i < num_entries; ++i) {
+            const LoraStageEntry entry = memory.lora.entries[lora_cursor.stage][i];
+            const uint2 b = *reinterpret_cast<const uint2*>(fragments + i * kTileFragmentBytes);
+            const uint8_t* block = h + entry.block * padded_rows * kHTokenBytes;
 #pragma unroll
             for (int j = 0; j < N / 8; ++j) {
                 const int row = 8 * j + lane / 4;
-                const bool mine = row >= info.first_row && row < info.last_row;
-                const uint8_t* values = h + block * padded_rows * kRowBytes + 8 * j * kRowBytes;
+                const bool mine = row >= entry.first_row && row < entry.last_row;
+                const uint8_t* values = block + 8 * j * kHTokenBytes;
                 const uint32_t low = mine ? *reinterpret_cast<const uint32_t*>(values) : 0;
                 float(&sums)[4] = reinterpret_cast<float(&)[4]>(delta[4 * j]);
 #if IS_DOWN
@@ -316,14 +387,15 @@ struct Consumer {
 
     template <int N>
     __device__ __forceinline__ void expand(float (&delta)[N / 2], int num_stages, int padded_rows) {
+        Barriers<2>& barriers = memory.lora.barriers;
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) delta[i] = 0.0f;
         for (int i = 0; i < num_stages; ++i) {
-            barrier_wait(&ring.full[cursor.stage], cursor.parity);
-            expand_stage<N>(delta, ring.info[cursor.stage], padded_rows);
+            barrier_wait(&barriers.full[lora_cursor.stage], lora_cursor.parity);
+            expand_stage<N>(delta, padded_rows);
             __syncwarp();
-            release(cursor.stage);
-            cursor.advance();
+            release(&barriers.empty[lora_cursor.stage]);
+            lora_cursor.advance();
         }
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) delta[i] = round_to_bf16(delta[i]);
@@ -425,20 +497,20 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1)
                  const LoraGroup* groups, const bf16* h, int* ticket, void* out, int num_experts, int k_blocks,
                  int row_tiles, int rows, int max_rank, int out_stride) {
     extern __shared__ __align__(1024) uint8_t shared[];
-    uint8_t* stages = shared;
-    bf16* staging = reinterpret_cast<bf16*>(shared + STAGES * kStageBytes);
-    Ring& ring = *reinterpret_cast<Ring*>(shared + STAGES * kStageBytes + kStagingBytes);
+    uint8_t* after_stages = shared + STAGES * kStageBytes;
+    uint8_t* after_lora = after_stages + kLoraStages * kLoraStageBytes;
+    Ring& ring = *reinterpret_cast<Ring*>(after_lora + kStagingBytes);
+    LoraRing& lora = *reinterpret_cast<LoraRing*>(&ring + 1);
+    const Memory memory{shared, after_stages, reinterpret_cast<bf16*>(after_lora), ring, lora};
 
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(&ring.full[i], 1);
-            barrier_init(&ring.empty[i], kConsumers / 32);
-        }
+        ring.barriers.init();
+        if (LORA) lora.barriers.init();
         barrier_init_fence();
     }
     __syncthreads();
-    // The GEMM may start while its predecessor runs: what it reads before its wait, the sort wrote, and the
-    // predecessor let it start only after its own wait for that.
+    // The GEMM may start while its predecessor runs: what it reads before its wait, the sort wrote, and that had
+    // ended before the predecessor let it start.
     grid_dependency_launch();
 
     const Gemm gemm{layer, IS_DOWN ? layer->down : layer->gate_up,
@@ -450,20 +522,20 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1)
                     max_rank, out,
                     out_stride};
     if (threadIdx.x >= kConsumers) {
-        Producer{gemm, stages, ring}.run();
+        Producer{gemm, memory}.run();
         return;
     }
     grid_dependency_wait();
-    Consumer consumer{stages, ring};
+    Consumer consumer{memory};
     while (true) {
-        barrier_wait(&ring.full[consumer.cursor.stage], consumer.cursor.parity);
-        const StageInfo& info = ring.info[consumer.cursor.stage];
-        const int item = info.item;
+        const int stage = consumer.cursor.stage;
+        barrier_wait(&ring.barriers.full[stage], consumer.cursor.parity);
+        const int item = ring.item[stage];
         if (item == kNoItem) break;
-        const int lora_stages = info.lora_stages;
+        const int lora_stages = ring.lora_stages[stage];
         const TokenTile tile = gemm.tiles[item / row_tiles];
         with_tile_width(tile.num_rows, [&]<int N>(Width<N>) {
-            consume_tile<N>(consumer, gemm, tile, item % row_tiles, lora_stages, staging);
+            consume_tile<N>(consumer, gemm, tile, item % row_tiles, lora_stages, memory.staging);
         });
     }
 }

@@ -91,7 +91,9 @@ def for_tiles(tiles: Iterable[int], *, lora: bool) -> list[Specialisation]:
     if lora:
         variants += [(EPILOGUE_ACTIVATION, True), (EPILOGUE_DOWN, True)]
         variants += [(EPILOGUE_GATE_UP, False), (EPILOGUE_DOWN_FP32, False)]
-    return [grouped_gemm(gemm_config(tile), epilogue, lora=adds) for tile in tiles for epilogue, adds in variants]
+    return [
+        grouped_gemm(gemm_config(tile, lora=adds), epilogue, lora=adds) for tile in tiles for epilogue, adds in variants
+    ]
 
 
 def for_geometry(geometry: Geometry, tiles: Iterable[int]) -> list[Specialisation]:

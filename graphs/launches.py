@@ -223,12 +223,15 @@ class Launches(Site):
 
     def _gemm(self, stream: Stream, epilogue: int, source: str, target: str, h: str) -> PreparedLaunch:
         geometry = self.geometry
-        config = gemm_config(self.tile)
         fused = epilogue in (kernels.EPILOGUE_ACTIVATION, kernels.EPILOGUE_DOWN)
         down = epilogue in (kernels.EPILOGUE_DOWN, kernels.EPILOGUE_DOWN_FP32)
         adds_delta = self.lora and fused
+        config = gemm_config(self.tile, lora=adds_delta)
         row_tiles = (geometry.output_stride if down else 2 * geometry.intermediate_stride) // config.block_m
-        shared_bytes = config.shared_bytes(staging=epilogue == kernels.EPILOGUE_ACTIVATION)
+        shared_bytes = config.shared_bytes(
+            staging=epilogue == kernels.EPILOGUE_ACTIVATION,
+            lora_projections=(DOWN if down else GATE_UP) if adds_delta else 0,
+        )
         items = geometry.token_tiles(self.num_tokens, self.tile) * row_tiles
         early = {"input", "tiles", "num_tiles"} | ({"groups"} if adds_delta else set())
         return self.kernels.get(kernels.grouped_gemm(config, epilogue, lora=adds_delta), dynamic=True).prepare(
@@ -291,6 +294,7 @@ class Launches(Site):
             waits=True,
             holds=True,
             programmatic=programmatic,
+            early=frozenset({"input", "groups", "num_groups"} if programmatic else ()),
             reads=frozenset({"input", "groups", "num_groups", source}),
             writes=frozenset({target}),
             label=f"{specialisation.kernel} of {'gate_up' if 'gate_up' in target else 'down'}",
