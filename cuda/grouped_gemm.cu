@@ -244,9 +244,11 @@ struct Producer {
         const int padded_rows = round_up(source.tile.num_rows, kRowAlign);
         // This lane's entry belongs to the last group that starts at or before it.
         int owner = 0;
-        for (int other = 1; other < 32; ++other)
-            if (__shfl_sync(~0u, before, other) <= entry && __shfl_sync(~0u, group.rank_blocks, other) > chunk * kHBlocks)
-                owner = other;
+        for (int other = 1; other < 32; ++other) {
+            const int first = __shfl_sync(~0u, before, other);
+            const int rank_blocks = __shfl_sync(~0u, group.rank_blocks, other);
+            if (first <= entry && rank_blocks > chunk * kHBlocks) owner = other;
+        }
         const GroupSource mine = group.of_lane(owner);
         const int block = chunk * kHBlocks + entry - __shfl_sync(~0u, before, owner);
         const int h_blocks = min(int(__reduce_max_sync(~0u, group.rank_blocks)) - chunk * kHBlocks, kHBlocks);
