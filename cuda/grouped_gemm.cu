@@ -3,8 +3,8 @@
 // Weights are the M operand (BLOCK_M rows of a swizzled BlockMajorK matrix: one contiguous run per K-block),
 // tokens the N operand. One warp keeps a ring of STAGES K-blocks in flight with bulk copies, across tiles;
 // BLOCK_M / 64 warpgroups multiply. The grid is persistent over (token tile, row tile) items, which the blocks
-// take from a ticket as they go: who computes a tile does not change its bits. With LORA a second, short ring
-// brings B and h of the tile's adapter groups, and the delta joins the sum before the epilogue.
+// take from a ticket as they go: who computes a tile does not change its bits. With LORA a second warp brings B and h
+// of each tile's adapter groups through a short ring of its own, and the delta joins the sum before the epilogue.
 //
 // Compile-time: BLOCK_M (64 or 128), MAX_N (tokens of the largest tile), STAGES, EPILOGUE, LORA.
 #include "common/activation.cuh"
@@ -26,6 +26,7 @@ static_assert(MAX_N % 8 == 0 && MAX_N <= 256, "a token tile is a multiple of 8 u
 static_assert(!LORA || EPILOGUE == EPILOGUE_ACTIVATION || EPILOGUE == EPILOGUE_DOWN, "the others leave LoRA apart");
 
 constexpr int kConsumers = 2 * BLOCK_M;
+constexpr int kThreads = kConsumers + 32 + (LORA ? 32 : 0);
 constexpr int kWeightBytes = BLOCK_M * kBlockBytes;
 constexpr int kTokenBytes = round_up(MAX_N * kBlockBytes, 1024);
 constexpr int kStageBytes = kWeightBytes + kTokenBytes;
@@ -63,12 +64,15 @@ struct LoraStageEntry {
 
 struct Ring {
     Barriers<STAGES> barriers;
-    int item[STAGES];         // the item that a stage belongs to; kNoItem ends the work
-    int lora_stages[STAGES];  // of that item
+    int item[STAGES];  // the item that a stage belongs to; kNoItem ends the work
 };
 struct LoraRing {
     Barriers<2> barriers;
+    uint64_t announced[2];  // items that the first warp has taken, for the second,
+    uint64_t noted[2];      // which has read them
+    int item[2];
     int num_entries[2];
+    int last[2];            // whether this is the tile's last LoRA stage; every tile has one at least
     LoraStageEntry entries[2][kEntries];
 };
 
@@ -143,66 +147,31 @@ struct GroupSource {
     }
 };
 
-// Calls visit(group, entries before this lane's, first entry, entries, chunk) for every LoRA stage of a tile, with the
-// whole warp: lane i holds group i of a batch, and a stage takes up to kEntries (group, block of ranks) entries whose
-// blocks lie in one chunk of kHBlocks.
-template <typename Visit>
-__device__ __forceinline__ void for_lora_stages(const Gemm& gemm, const TokenTile& tile, int row_tile,
-                                                const GroupSource& first_groups, Visit visit) {
-    const int lane = threadIdx.x % 32;
-    for (int batch = 0; batch < tile.groups >> 16; batch += 32) {
-        const GroupSource group = batch == 0 ? first_groups : GroupSource(gemm, tile, row_tile, batch + lane);
-        for (int chunk = 0;; ++chunk) {
-            const int mine = min(max(group.rank_blocks - chunk * kHBlocks, 0), kHBlocks);
-            int before = mine;
-#pragma unroll
-            for (int step = 1; step < 32; step *= 2) {
-                const int lower = __shfl_up_sync(~0u, before, step);
-                if (lane >= step) before += lower;
-            }
-            const int total = __shfl_sync(~0u, before, 31);
-            if (total == 0) break;
-            for (int entry = 0; entry < total; entry += kEntries)
-                visit(group, before - mine, entry, min(kEntries, total - entry), chunk);
-        }
-    }
-}
-
 struct Source {
     const uint8_t* weights;
     const uint8_t* tokens;
     uint32_t token_bytes;
-    int row_tile;
-    int lora_stages = 0;
-    TokenTile tile;
-    GroupSource group;
 
     __device__ __forceinline__ Source(const Gemm& gemm, int item) {
-        tile = gemm.tiles[item / gemm.row_tiles];
-        row_tile = item % gemm.row_tiles;
+        const TokenTile tile = gemm.tiles[item / gemm.row_tiles];
+        const int row_tile = item % gemm.row_tiles;
         weights = gemm.weights + (int64_t(tile.expert) * gemm.k_blocks * gemm.row_tiles + row_tile) * kWeightBytes;
         tokens = gemm.tokens + int64_t(tile.first_row) * kBlockBytes;
         token_bytes = round_up(tile.num_rows, kRowAlign) * kBlockBytes;
-#if LORA
-        group = GroupSource(gemm, tile, row_tile, threadIdx.x % 32);
-        for_lora_stages(gemm, tile, row_tile, group, [&](const GroupSource&, int, int, int, int) { ++lora_stages; });
-#endif
     }
 };
 
-// The producer's warp; its lanes go together, the first one issues.
+// One thread that keeps the ring of K-blocks full.
 struct Producer {
     const Gemm& gemm;
     const Memory& memory;
     Cursor<STAGES> cursor;
-    Cursor<2> lora_cursor;
+    Cursor<2> announcement;
     const uint64_t policy = evict_first_policy();
-    const bool first_lane = threadIdx.x % 32 == 0;
 
     __device__ __forceinline__ void load_weights(const Source& source, int item, int block, int stage) {
         uint64_t* full = &memory.ring.barriers.full[stage];
         memory.ring.item[stage] = item;
-        memory.ring.lora_stages[stage] = source.lora_stages;
         barrier_expect(full, kWeightBytes + source.token_bytes);
         bulk_load(memory.stages + stage * kStageBytes, source.weights + int64_t(block) * gemm.row_tiles * kWeightBytes,
                   kWeightBytes, full, policy);
@@ -215,101 +184,43 @@ struct Producer {
     // Weights do not depend on the kernels before: a first ring of them is under way while those finish.
     __device__ __forceinline__ int start(const Source& source, int item) {
         const int blocks = min(STAGES, gemm.k_blocks);
-        if (first_lane)
-            for (int block = 0; block < blocks; ++block) load_weights(source, item, block, block);
+        for (int block = 0; block < blocks; ++block) load_weights(source, item, block, block);
         grid_dependency_wait();
-        if (first_lane)
-            for (int block = 0; block < blocks; ++block) load_tokens(source, block, block);
+        for (int block = 0; block < blocks; ++block) load_tokens(source, block, block);
         cursor.advance(blocks);
-        __syncwarp();
         return blocks;
     }
     __device__ __forceinline__ void load(const Source& source, int item, int first, int last) {
         for (int block = first; block < last; ++block) {
-            if (first_lane) {
-                barrier_wait(&memory.ring.barriers.empty[cursor.stage], cursor.parity ^ 1);
-                load_weights(source, item, block, cursor.stage);
-                load_tokens(source, block, cursor.stage);
-            }
+            barrier_wait(&memory.ring.barriers.empty[cursor.stage], cursor.parity ^ 1);
+            load_weights(source, item, block, cursor.stage);
+            load_tokens(source, block, cursor.stage);
             cursor.advance();
         }
-        __syncwarp();
     }
-    // A lane an entry of B, a lane a block of h.
-    __device__ __forceinline__ void load_lora_stage(const Source& source, const GroupSource& group, int before,
-                                                    int first_entry, int num_entries, int chunk) {
-        const int lane = threadIdx.x % 32;
-        const int stage = lora_cursor.stage;
-        const int entry = first_entry + lane;
-        const int padded_rows = round_up(source.tile.num_rows, kRowAlign);
-        // This lane's entry belongs to the last group that starts at or before it.
-        int owner = 0;
-        for (int other = 1; other < 32; ++other) {
-            const int first = __shfl_sync(~0u, before, other);
-            const int rank_blocks = __shfl_sync(~0u, group.rank_blocks, other);
-            if (first <= entry && rank_blocks > chunk * kHBlocks) owner = other;
-        }
-        const GroupSource mine = group.of_lane(owner);
-        const int block = chunk * kHBlocks + entry - __shfl_sync(~0u, before, owner);
-        const int h_blocks = min(int(__reduce_max_sync(~0u, group.rank_blocks)) - chunk * kHBlocks, kHBlocks);
-        if (first_lane) barrier_wait(&memory.lora.barriers.empty[stage], lora_cursor.parity ^ 1);
-        __syncwarp();
-        if (lane < num_entries)
-            memory.lora.entries[stage][lane] =
-                LoraStageEntry{int16_t(mine.first_row), int16_t(mine.last_row), block - chunk * kHBlocks};
-        __syncwarp();
-        uint64_t* full = &memory.lora.barriers.full[stage];
-        if (first_lane) {
-            memory.lora.num_entries[stage] = num_entries;
-            barrier_expect(full, num_entries * kTileFragmentBytes + h_blocks * padded_rows * kHTokenBytes);
-        }
-        __syncwarp();
-        uint8_t* target = memory.lora_stages + stage * kLoraStageBytes;
-        if (lane < num_entries)
-            bulk_load(target + lane * kTileFragmentBytes,
-                      mine.b + int64_t(block) * gemm.row_tiles * kTileFragmentBytes, kTileFragmentBytes, full, policy);
-        if (lane < h_blocks)
-            bulk_load(target + kEntries * kTileFragmentBytes + lane * padded_rows * kHTokenBytes,
-                      gemm.h + h_offset(chunk * kHBlocks + lane, source.tile.first_row, 0, gemm.rows, kProjections),
-                      padded_rows * kHTokenBytes, full, policy);
-        __syncwarp();
-        lora_cursor.advance();
-    }
-    // The tile's LoRA stages `first` to `last`.
-    __device__ __forceinline__ void load_lora(const Source& source, int first, int last) {
-        int index = 0;
-        for_lora_stages(gemm, source.tile, source.row_tile, source.group,
-                        [&](const GroupSource& group, int before, int first_entry, int num_entries, int chunk) {
-                            if (index >= first && index < last)
-                                load_lora_stage(source, group, before, first_entry, num_entries, chunk);
-                            ++index;
-                        });
-    }
-    __device__ __forceinline__ int next_item() {
-        int taken = 0;
-        if (first_lane) taken = atomicAdd(gemm.ticket, 1);
-        return gridDim.x + __shfl_sync(~0u, taken, 0);
+    __device__ __forceinline__ void announce(int item) {
+#if LORA
+        barrier_wait(&memory.lora.noted[announcement.stage], announcement.parity ^ 1);
+        memory.lora.item[announcement.stage] = item;
+        barrier_arrive(&memory.lora.announced[announcement.stage]);
+        announcement.advance();
+#endif
     }
     __device__ __forceinline__ void run() {
         int item = blockIdx.x;
         if (item < gemm.num_items) {
+            announce(item);
             Source source(gemm, item);
             int block = start(source, item);
             while (true) {
-                // The next ticket and tile are fetched while this tile's blocks are being issued. One LoRA stage goes
-                // ahead of them; the others could wait for room that only this tile's end makes.
-                const int next = next_item();
+                // The next ticket and tile are fetched while this tile's blocks are being issued.
+                const int next = gridDim.x + atomicAdd(gemm.ticket, 1);
                 const int half = max(block, gemm.k_blocks / 2);
-#if LORA
-                if (source.lora_stages > 0) load_lora(source, 0, 1);
-#endif
                 load(source, item, block, half);
                 const Source upcoming(gemm, min(next, gemm.num_items - 1));
                 load(source, item, half, gemm.k_blocks);
-#if LORA
-                if (source.lora_stages > 1) load_lora(source, 1, source.lora_stages);
-#endif
                 if (next >= gemm.num_items) break;
+                announce(next);
                 item = next;
                 source = upcoming;
                 block = 0;
@@ -317,10 +228,93 @@ struct Producer {
         } else {
             grid_dependency_wait();
         }
-        if (!first_lane) return;
+        announce(kNoItem);
         barrier_wait(&memory.ring.barriers.empty[cursor.stage], cursor.parity ^ 1);
         memory.ring.item[cursor.stage] = kNoItem;
         barrier_arrive(&memory.ring.barriers.full[cursor.stage]);
+    }
+};
+
+// The warp that brings the adapters' part of each announced item; its lanes go together.
+struct LoraProducer {
+    const Gemm& gemm;
+    const Memory& memory;
+    Cursor<2> cursor;
+    Cursor<2> announcement;
+    const uint64_t policy = evict_first_policy();
+    const int lane = threadIdx.x % 32;
+
+    __device__ __forceinline__ int next_item() {
+        LoraRing& lora = memory.lora;
+        barrier_wait(&lora.announced[announcement.stage], announcement.parity);
+        const int item = lora.item[announcement.stage];
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&lora.noted[announcement.stage]);
+        announcement.advance();
+        return item;
+    }
+    // Entries of one stage: a lane an entry of B, a lane a block of h. None: the tile's end alone.
+    __device__ __forceinline__ void load_stage(const TokenTile& tile, const GroupSource& mine, int block,
+                                               int num_entries, int first_h_block, int h_blocks, bool last) {
+        LoraRing& lora = memory.lora;
+        const int stage = cursor.stage;
+        const int padded_rows = round_up(tile.num_rows, kRowAlign);
+        barrier_wait(&lora.barriers.empty[stage], cursor.parity ^ 1);
+        if (lane < num_entries)
+            lora.entries[stage][lane] =
+                LoraStageEntry{int16_t(mine.first_row), int16_t(mine.last_row), block - first_h_block};
+        if (lane == 0) {
+            lora.num_entries[stage] = num_entries;
+            lora.last[stage] = last;
+        }
+        __syncwarp();
+        uint64_t* full = &lora.barriers.full[stage];
+        if (lane == 0) barrier_expect(full, num_entries * kTileFragmentBytes + h_blocks * padded_rows * kHTokenBytes);
+        __syncwarp();
+        uint8_t* target = memory.lora_stages + stage * kLoraStageBytes;
+        if (lane < num_entries)
+            bulk_load(target + lane * kTileFragmentBytes,
+                      mine.b + int64_t(block) * gemm.row_tiles * kTileFragmentBytes, kTileFragmentBytes, full, policy);
+        if (lane < h_blocks)
+            bulk_load(target + kEntries * kTileFragmentBytes + lane * padded_rows * kHTokenBytes,
+                      gemm.h + h_offset(first_h_block + lane, tile.first_row, 0, gemm.rows, kProjections),
+                      padded_rows * kHTokenBytes, full, policy);
+        cursor.advance();
+    }
+    // Entries are the (group, block of ranks) pairs whose block lies in one chunk of kHBlocks, numbered group by group.
+    __device__ __forceinline__ void load_tile(const TokenTile& tile, int row_tile) {
+        const int num_groups = tile.groups >> 16;
+        for (int batch = 0; batch < num_groups; batch += 32) {
+            const GroupSource group(gemm, tile, row_tile, batch + lane);
+            const int most = __reduce_max_sync(~0u, group.rank_blocks);
+            for (int first = 0; first < most; first += kHBlocks) {
+                const int mine = min(max(group.rank_blocks - first, 0), kHBlocks);
+                int end = mine;
+#pragma unroll
+                for (int step = 1; step < 32; step *= 2) {
+                    const int lower = __shfl_up_sync(~0u, end, step);
+                    if (lane >= step) end += lower;
+                }
+                const int total = __shfl_sync(~0u, end, 31);
+                for (int entry = 0; entry < total; entry += kEntries) {
+                    // This lane's entry belongs to the first group that ends beyond it.
+                    int owner = 0;
+                    for (int other = 0; other < min(num_groups - batch, 32) - 1; ++other)
+                        owner += __shfl_sync(~0u, end, other) <= entry + lane;
+                    const int block = first + entry + lane - __shfl_sync(~0u, end - mine, owner);
+                    const bool last = batch + 32 >= num_groups && first + kHBlocks >= most && entry + kEntries >= total;
+                    load_stage(tile, group.of_lane(owner), block, min(kEntries, total - entry), first,
+                               min(most - first, kHBlocks), last);
+                }
+            }
+            if (most == 0 && batch + 32 >= num_groups) load_stage(tile, group, 0, 0, 0, 0, true);
+        }
+        if (num_groups == 0) load_stage(tile, GroupSource{}, 0, 0, 0, 0, true);
+    }
+    __device__ __forceinline__ void run() {
+        grid_dependency_wait();
+        for (int item = next_item(); item != kNoItem; item = next_item())
+            load_tile(gemm.tiles[item / gemm.row_tiles], item % gemm.row_tiles);
     }
 };
 
@@ -388,12 +382,13 @@ struct Consumer {
     }
 
     template <int N>
-    __device__ __forceinline__ void expand(float (&delta)[N / 2], int num_stages, int padded_rows) {
+    __device__ __forceinline__ void expand(float (&delta)[N / 2], int padded_rows) {
         Barriers<2>& barriers = memory.lora.barriers;
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) delta[i] = 0.0f;
-        for (int i = 0; i < num_stages; ++i) {
+        for (bool last = false; !last;) {
             barrier_wait(&barriers.full[lora_cursor.stage], lora_cursor.parity);
+            last = memory.lora.last[lora_cursor.stage];
             expand_stage<N>(delta, padded_rows);
             __syncwarp();
             release(&barriers.empty[lora_cursor.stage]);
@@ -473,13 +468,13 @@ __device__ __forceinline__ void store_activation(const float (&acc)[N / 2], cons
 
 template <int N>
 __device__ __forceinline__ void consume_tile(Consumer& consumer, const Gemm& gemm, const TokenTile& tile, int row_tile,
-                                             int lora_stages, bf16* staging) {
+                                             bf16* staging) {
     float acc[N / 2];
     [[maybe_unused]] float delta[LORA ? N / 2 : 1];
     consumer.multiply<N>(acc, gemm.k_blocks);
     const int warp_row = threadIdx.x / 32 * 16;
 #if LORA
-    consumer.expand<N>(delta, lora_stages, round_up(tile.num_rows, kRowAlign));
+    consumer.expand<N>(delta, round_up(tile.num_rows, kRowAlign));
 #endif
 #if EPILOGUE == EPILOGUE_GATE_UP
     store_gate_up<N>(acc, gemm, tile, row_tile, warp_row);
@@ -494,7 +489,7 @@ __device__ __forceinline__ void consume_tile(Consumer& consumer, const Gemm& gem
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm(const LayerArgs* layer, const uint8_t* tokens, const TokenTile* tiles, const int* num_tiles,
                  const LoraGroup* groups, const bf16* h, int* ticket, void* out, int num_experts, int k_blocks,
                  int row_tiles, int rows, int max_rank, int out_stride) {
@@ -507,7 +502,13 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1)
 
     if (threadIdx.x == 0) {
         ring.barriers.init();
-        if (LORA) lora.barriers.init();
+        if (LORA) {
+            lora.barriers.init();
+            for (int i = 0; i < 2; ++i) {
+                barrier_init(&lora.announced[i], 1);
+                barrier_init(&lora.noted[i], 1);
+            }
+        }
         barrier_init_fence();
     }
     __syncthreads();
@@ -524,7 +525,10 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1)
                     max_rank, out,
                     out_stride};
     if (threadIdx.x >= kConsumers) {
-        Producer{gemm, memory}.run();
+        if (threadIdx.x >= kConsumers + 32)
+            LoraProducer{gemm, memory}.run();
+        else if (threadIdx.x == kConsumers)
+            Producer{gemm, memory}.run();
         return;
     }
     grid_dependency_wait();
@@ -534,10 +538,9 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1)
         barrier_wait(&ring.barriers.full[stage], consumer.cursor.parity);
         const int item = ring.item[stage];
         if (item == kNoItem) break;
-        const int lora_stages = ring.lora_stages[stage];
         const TokenTile tile = gemm.tiles[item / row_tiles];
         with_tile_width(tile.num_rows, [&]<int N>(Width<N>) {
-            consume_tile<N>(consumer, gemm, tile, item % row_tiles, lora_stages, memory.staging);
+            consume_tile<N>(consumer, gemm, tile, item % row_tiles, memory.staging);
         });
     }
 }

@@ -23,6 +23,7 @@ struct Rows {
     int* prefix;         // [num_experts, buckets] rows of the expert in earlier buckets
     int* counts;         // [num_experts]
     int* starts;         // [num_experts] first permuted row
+    int* groups;         // [num_experts] adapter groups
     int* warp_sums;      // [32]
 };
 
@@ -83,13 +84,16 @@ __device__ __forceinline__ void place_experts(const Rows& rows) {
     int padded = 0;
     for (int expert = first; expert < last; ++expert) {
         int count = 0;
+        int groups = 0;
         for (int bucket = 0; bucket < rows.buckets; ++bucket) {
             int& slot = rows.prefix[expert * rows.buckets + bucket];
             const int in_bucket = slot;
             slot = count;
             count += in_bucket;
+            groups += bucket > 0 && in_bucket > 0;
         }
         rows.counts[expert] = count;
+        rows.groups[expert] = groups;
         padded += round_up(count, kRowAlign);
     }
     int total;
@@ -106,13 +110,6 @@ __device__ __forceinline__ int rows_in_bucket(const Rows& rows, int expert, int 
     return (bucket + 1 < rows.buckets ? prefix[bucket + 1] : rows.counts[expert]) - prefix[bucket];
 }
 
-// Adapter groups of an expert.
-__device__ __forceinline__ int groups_of(const Rows& rows, int expert) {
-    int groups = 0;
-    for (int bucket = 1; bucket < rows.buckets; ++bucket) groups += rows_in_bucket(rows, expert, bucket) > 0;
-    return groups;
-}
-
 __device__ __forceinline__ void write_tiles(const Rows& rows, int tile_rows, TokenTile* tiles, int* num_tiles) {
     const int per_thread = ceil_div(rows.num_experts, blockDim.x);
     const int first = threadIdx.x * per_thread;
@@ -121,13 +118,13 @@ __device__ __forceinline__ void write_tiles(const Rows& rows, int tile_rows, Tok
     int groups_mine = 0;
     for (int expert = first; expert < last; ++expert) {
         num_mine += ceil_div(rows.counts[expert], tile_rows);
-        groups_mine += groups_of(rows, expert);
+        groups_mine += rows.groups[expert];
     }
     int total;
     int group = block_exclusive_scan(groups_mine, rows.warp_sums, total);
     int index = block_exclusive_scan(num_mine, rows.warp_sums, total);
     for (int expert = first; expert < last; ++expert) {
-        const int num_groups = groups_of(rows, expert);
+        const int num_groups = rows.groups[expert];
         for (int row = 0; row < rows.counts[expert]; row += tile_rows)
             tiles[index++] = TokenTile{expert, rows.starts[expert] + row, min(tile_rows, rows.counts[expert] - row),
                                        group | num_groups << 16};
@@ -137,22 +134,20 @@ __device__ __forceinline__ void write_tiles(const Rows& rows, int tile_rows, Tok
 }
 
 __device__ __forceinline__ void write_groups(const Rows& rows, LoraGroup* groups, int* num_groups) {
-    const int pairs = rows.num_experts * (rows.buckets - 1);
-    const int per_thread = ceil_div(pairs, blockDim.x);
+    const int per_thread = ceil_div(rows.num_experts, blockDim.x);
     const int first = threadIdx.x * per_thread;
-    const int last = min(first + per_thread, pairs);
+    const int last = min(first + per_thread, rows.num_experts);
     int mine = 0;
-    for (int i = first; i < last; ++i)
-        mine += rows_in_bucket(rows, i / (rows.buckets - 1), i % (rows.buckets - 1) + 1) > 0;
+    for (int expert = first; expert < last; ++expert) mine += rows.groups[expert];
     int total;
     int index = block_exclusive_scan(mine, rows.warp_sums, total);
-    for (int i = first; i < last; ++i) {
-        const int expert = i / (rows.buckets - 1);
-        const int slot = i % (rows.buckets - 1);
-        const int count = rows_in_bucket(rows, expert, slot + 1);
-        if (count == 0) continue;
-        const int row = rows.starts[expert] + rows.prefix[expert * rows.buckets + slot + 1];
-        groups[index++] = LoraGroup{expert, slot, row, count};
+    for (int expert = first; expert < last; ++expert) {
+        if (rows.groups[expert] == 0) continue;
+        for (int slot = 0; slot < rows.buckets - 1; ++slot) {
+            const int count = rows_in_bucket(rows, expert, slot + 1);
+            const int row = rows.starts[expert] + rows.prefix[expert * rows.buckets + slot + 1];
+            if (count > 0) groups[index++] = LoraGroup{expert, slot, row, count};
+        }
     }
     if (threadIdx.x == 0) *num_groups = total;
 }
@@ -185,7 +180,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     rows.warp_sums = reinterpret_cast<int*>(shared);
     rows.counts = rows.warp_sums + 32;
     rows.starts = rows.counts + rows.num_experts;
-    rows.prefix = rows.starts + rows.num_experts;
+    rows.groups = rows.starts + rows.num_experts;
+    rows.prefix = rows.groups + rows.num_experts;
     rows.keys = reinterpret_cast<uint16_t*>(rows.prefix + rows.num_experts * rows.buckets);
     count_rows(rows, Routing{topk_ids, token_slots, top_k, local_offset, num_local});
     place_experts(rows);

@@ -127,10 +127,9 @@ class GemmConfig:
     max_n: int
     stages: int
 
-    @property
-    def threads(self) -> int:
-        """Threads of a block: two for each weight row, and the producer's warp."""
-        return 2 * self.block_m + 32
+    def threads(self, *, lora: bool) -> int:
+        """Threads of a block: two for each weight row, a producing warp, and with ``lora`` one more."""
+        return 2 * self.block_m + 32 * (1 + lora)
 
     def shared_bytes(self, *, staging: bool, lora_projections: int = 0) -> int:
         """Dynamic shared memory of a block; ``staging`` where the epilogue makes activations, ``lora_projections``
@@ -141,8 +140,8 @@ class GemmConfig:
             h_blocks = 4 if self.max_n > 64 else 8
             fragments = LORA_ENTRIES * self.block_m // 16 * 256
             needed += 2 * (fragments + h_blocks * self.max_n * lora_projections * RANK_BLOCK * 2)
-        ring_bytes = self.stages * (8 + 8 + 4 + 4)
-        lora_ring_bytes = 2 * (8 + 8 + 4 + LORA_ENTRIES * 8)
+        ring_bytes = self.stages * (8 + 8 + 4)
+        lora_ring_bytes = 2 * (8 + 8 + 8 + 8 + 4 + 4 + 4 + LORA_ENTRIES * 8)
         return max(needed + round_up(ring_bytes, 16) + round_up(lora_ring_bytes, 16), EXCLUSIVE_BYTES)
 
 

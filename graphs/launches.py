@@ -77,8 +77,8 @@ class Launches(Site):
         """Places of all slot rows, token tiles and adapter groups; also resets the GEMMs' tickets."""
         geometry = self.geometry
         slots = geometry.max_loras if self.lora else 0
-        counters = 32 + 2 * geometry.experts + geometry.experts * (slots + 1)
-        blocks = min(-(-self.slot_rows // SORT_WARPS), self.sm_count)
+        counters = 32 + geometry.experts * (3 + slots + 1)
+        blocks = min(max(-(-self.slot_rows // SORT_WARPS), 1 + self.lora), self.sm_count)
         lora_writes = {"row_slots", "groups", "num_groups"} if self.lora else set()
         return self.kernels.get(kernels.sort(), dynamic=True).prepare(
             grid=(blocks, 1, 1),
@@ -236,7 +236,7 @@ class Launches(Site):
         early = {"input", "tiles", "num_tiles"} | ({"groups"} if adds_delta else set())
         return self.kernels.get(kernels.grouped_gemm(config, epilogue, lora=adds_delta), dynamic=True).prepare(
             grid=(min(items, self.sm_count), 1, 1),
-            block=(config.threads, 1, 1),
+            block=(config.threads(lora=adds_delta), 1, 1),
             dynamic_shared_bytes=shared_bytes,
             stream=stream,
             arguments={
@@ -277,7 +277,7 @@ class Launches(Site):
         geometry = self.geometry
         items = geometry.lora_groups(self.num_tokens) * chunks
         return self.kernels.get(specialisation).prepare(
-            grid=(min(items, self.sm_count), 1, 1),
+            grid=(min(items, (1 + programmatic) * self.sm_count), 1, 1),
             block=(256, 1, 1),
             stream=stream,
             arguments={
