@@ -1,11 +1,13 @@
 """The benchmarks' floors, workloads and options, none of which needs a GPU."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from benchmarks import options, peers, shapes
+from benchmarks.__main__ import main
 from benchmarks.floor import Hits, expected_experts, expert_bytes, matrix_bytes
 from benchmarks.workload import (
     Routing,
@@ -23,6 +25,7 @@ from moelet.layer.engine import LayerBatch
 from moelet.layer.errors import ConfigurationError
 from moelet.layer.reference import ReferenceEngine
 from moelet.layer.spec import LayerSpec
+from moelet.service import cli
 from random_layers import SHARED_SPEC, SPEC, model_of
 
 Q30 = shapes.SHAPES["qwen3-30b-a3b"]
@@ -174,3 +177,45 @@ def test_layers_by_name_and_by_numbers() -> None:
         options.chosen_shapes(parser.parse_args(numbers[:4]))
     local = shapes.SHAPES["qwen3-30b-a3b-ep4"]
     assert (local.local_expert_offset, local.local_expert_end) == (32, 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nonsense"], ("nonsense", "layer")),
+        (["layer", "--tokens", "0"], ("--tokens", "'0'")),
+        (["layer", "--tokens", "x"], ("--tokens", "'x'")),
+        (["layer", "--shape", "nonsense"], ("--shape", "nonsense")),
+        (["layer", "--adapters", "1,9"], ("--adapters 9", "--slots 8")),
+        (["layer", "--ranks", "64", "--max-lora-rank", "16"], ("--ranks 64", "--max-lora-rank 16")),
+        (["layer", "--sets", "0"], ("--sets",)),
+        (["layer", "--replays", "1"], ("--replays", "'1'")),
+        (["layer", "--top-k", "2"], ("--num-experts",)),
+        (["layer", "--against", "/absent.json"], ("/absent.json",)),
+        (["kernels", "--plan", "nonsense"], ("--plan", "nonsense")),
+        (["host", "--nonsense"], ("--nonsense",)),
+    ],
+)
+def test_what_is_wrong_is_one_sentence_and_code_2(
+    arguments: list[str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("moelet bench: ")
+    assert all(word in captured.err for word in words), captured.err
+
+
+def test_the_command_line_hands_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench"]) == 0
+    assert "kernels" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["bench", "layer", "--help"])
+    assert "--shared-outer" in capsys.readouterr().out
+    assert cli.main(["bench", "layer", "--tokens", "1,x", "--plan", "all"]) == 2
+    assert "'1,x'" in capsys.readouterr().err
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "site-packages" / "moelet" / "service" / "cli.py"))
+    assert cli.main(["bench", "layer"]) == 2
+    assert capsys.readouterr().err.startswith("moelet: benchmarks come with a source checkout")
