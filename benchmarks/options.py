@@ -110,9 +110,9 @@ def check(options: argparse.Namespace) -> None:
     """Raise ``ConfigurationError`` for numbers that contradict each other."""
     if options.sets < 1:
         raise ConfigurationError(f"--sets should be at least 1, got {options.sets}")
-    needed = max([1, *(count for count in options.adapters if isinstance(count, int))])
-    if options.slots < needed:
-        raise ConfigurationError(f"--adapters {needed} does not fit into --slots {options.slots}")
     rank = max(options.ranks)
+    needed = max([1, *(count for count in options.adapters if isinstance(count, int))])
+    if rank and options.slots < needed:
+        raise ConfigurationError(f"--adapters {needed} does not fit into --slots {options.slots}")
     if options.max_lora_rank is not None and options.max_lora_rank < rank:
         raise ConfigurationError(f"--ranks {rank} does not fit into --max-lora-rank {options.max_lora_rank}")

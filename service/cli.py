@@ -141,3 +141,16 @@ def inspect(
         return complain(str(error))
     print(inspection.as_json(report)) if json else inspection.show(report)
     return 0
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def bench(arguments: typer.Context) -> int:
+    """Time layers and kernels on the GPU; without arguments, list what can be timed."""
+    from importlib import import_module
+
+    checkout = Path(__file__).resolve().parents[1]
+    if not (checkout / "benchmarks" / "__main__.py").is_file():
+        return complain("benchmarks come with a source checkout, and this installation is none: clone the repository")
+    sys.path.append(str(checkout))
+    code: int = import_module("benchmarks.__main__").main(arguments.args)
+    return code

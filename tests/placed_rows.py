@@ -1,0 +1,65 @@
+"""A batch on the GPU after the permute, with its rows looked up by plain loops: what the later kernels are tried on."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpu_engines import GpuLayer
+from moelet.graphs.geometry import token_tile
+from moelet.graphs.pool import Runnable
+from moelet.layer.engine import LayerBatch
+from moelet.layer.layout import from_block_major_k
+from permutation import Permutation, permutation
+from random_layers import random_batch
+
+
+class Rows(NamedTuple):
+    """The permuted rows in use: their places, tokens and experts."""
+
+    places: Tensor
+    tokens: Tensor
+    experts: Tensor
+
+
+class Placed(NamedTuple):
+    """A batch on the GPU, permuted: what the later kernels find."""
+
+    layer: GpuLayer
+    batch: LayerBatch
+    runnable: Runnable
+    made: Permutation
+    rows: Rows
+
+
+def placed(layer: GpuLayer, tokens: int, shape: int, *, lora: bool, one: bool = False) -> Placed:
+    """Permute a random batch over a poisoned arena; ``one``: all tokens on the last expert."""
+    slots = [-1, *range(len(layer.adapters))]
+    batch = random_batch(layer.spec, tokens, seed=tokens, slots=slots, drop=0.1)
+    assert batch.topk_ids is not None
+    assert batch.token_slots is not None
+    if one:
+        batch.topk_ids.fill_(-1)[:, 0] = layer.spec.num_experts - 1
+    runnable = layer.runnable(shape, lora=lora)
+    layer.poison()
+    layer.send(runnable, batch)
+    layer.launch(runnable, "permute")
+    token_slots = batch.token_slots.tolist() if lora else None
+    made = permutation(layer.geometry, batch.topk_ids.tolist(), token_slots, token_tile(layer.geometry, shape))
+    used = [(place, row // layer.geometry.choices) for row, place in enumerate(made.places) if place >= 0]
+    places, tokens_of = torch.tensor(used).unbind(1)
+    experts = torch.empty_like(places)
+    for expert, first, count in made.tiles:
+        experts[(places >= first) & (places < first + count)] = expert
+    return Placed(layer, batch, runnable, made, Rows(places, tokens_of, experts))
+
+
+def blocks_to_rows(stored: Tensor, columns: int) -> Tensor:
+    return from_block_major_k(stored[None], stored.shape[1], columns, swizzled=True)[0]
+
+
+def assert_rest_is_poison(stored: Tensor, places: Tensor) -> None:
+    """No byte of a row that holds no token was written."""
+    rest = torch.ones(len(stored), dtype=torch.bool)
+    rest[places] = False
+    assert (stored[rest].contiguous().view(torch.uint8) == 0xFF).all()

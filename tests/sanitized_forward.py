@@ -1,0 +1,50 @@
+"""A few small forwards of every plan, captured and eager, with adapters: a program to run under a memory checker.
+
+Run it from the repository's root: ``compute-sanitizer --tool memcheck python tests/sanitized_forward.py``.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+
+from gpu_engines import opened_engine  # noqa: E402
+from moelet.graphs.program import Plan  # noqa: E402
+from moelet.layer.spec import LayerSpec, RoutingSpec  # noqa: E402
+from random_layers import random_adapter, random_batch, random_weights  # noqa: E402
+
+SPEC = LayerSpec(
+    index=0,
+    hidden_size=136,
+    intermediate_size=72,
+    num_experts=6,
+    top_k=2,
+    routing=RoutingSpec(renormalize=True),
+    shared_intermediate_size=100,
+    shared_gated=True,
+)
+
+
+def main() -> None:
+    weights = random_weights(SPEC)
+    adapters = [random_adapter(SPEC, 1, rank=3), random_adapter(SPEC, 2, rank=12, shared_outer=True)]
+    outputs = []
+    for plan in Plan:
+        options = {"max_loras": 2, "max_lora_rank": 16, "decode_shapes": (1, 8), "max_decode_tokens": 8}
+        with opened_engine(SPEC, weights, plan=plan, max_eager_tokens=80, **options) as engine:
+            for slot, adapter in enumerate(adapters):
+                engine.install_adapter(slot, adapter)
+            for tokens in (1, 7, 70):  # captured whole, captured with padding, eager
+                for slots in (None, [0, -1, 1]):
+                    batch = random_batch(SPEC, tokens, slots=slots, drop=0.2)
+                    outputs.append(engine.forward(batch))
+                    outputs.append(engine.forward(replace(batch, topk_ids=None, topk_weights=None)))
+            engine.remove_adapter(0)
+    assert all(output.isfinite().all() for output in outputs)
+    print(f"{len(outputs)} forwards")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""What becomes of measured rows: times, comparisons, files, tables and pictures."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks import against, report, shapes, tables
+from benchmarks.newest import best_published, newest, published
+from benchmarks.timing import Timing
+
+from moelet.layer.errors import ConfigurationError
+
+
+def test_times() -> None:
+    timing = Timing.of([float(i) for i in range(1, 12)])
+    assert timing == Timing(6.0, 2.0, 10.0)
+    assert timing.row() == {"us": 6.0, "p10_us": 2.0, "p90_us": 10.0}
+
+
+def row(tokens: int = 64, fraction: float = 0.9, **other: Any) -> dict[str, Any]:
+    common = {"shape": "qwen3-30b-a3b", "routing": "uniform", "plan": "single_stream", "rank": 0, "adapters": 0}
+    costs = {"layout": None, "slot_rank": 16, "us": 280.0, "floor_us": 252.0, "of_base": None, "wrong": False}
+    return common | costs | {"tokens": tokens, "fraction": fraction} | other
+
+
+def test_only_what_is_over_three_percent_slower_is_told() -> None:
+    earlier = [row(1, 0.60), row(16, 0.80), row(64, 0.90), row(64, 0.85, plan="two_stream"), row(256, 0.9)]
+    now = [row(1, 0.60 / 1.029), row(16, 0.80 / 1.031), row(64, 0.95), row(64, 0.5, plan="two_stream", rank=8)]
+    (sentence,) = against.slower(now, earlier)
+    assert "T=16 " in sentence
+    assert "+3.1% time" in sentence
+    # a memory that is slower for both is no slower layer: time and floor grow alike
+    assert against.slower([row(us=560.0, floor_us=504.0)], [row()]) == []
+    with pytest.raises(ConfigurationError, match="nothing can be compared"):
+        against.slower([row(2)], earlier)
+
+
+def test_what_is_no_result_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    for text in ("{", "[]", "{}", '{"rows": 3}'):
+        path.write_text(text)
+        with pytest.raises(ConfigurationError, match=r"result\.json"):
+            against.read(path)
+    with pytest.raises(ConfigurationError, match="absent"):
+        against.read(tmp_path / "absent")
+
+
+def test_results_are_written_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    head = {"kind": "layer", "date": "2030-01-02T03:04:05+00:00"}
+    each = report.Results(head, None)
+    for shape in ("one", "two"):
+        each.start(shape)
+        each.add(row(1, shape=shape))
+        each.add(row(2, shape=shape, wrong=True))
+        each.add(row(1, shape=shape, peer="other"))
+        written = json.loads((tmp_path / f"2030-01-02-layer-{shape}.json").read_text())
+        assert [r["tokens"] for r in written["rows"]] == [1, 2]
+        assert [r["peer"] for r in written["peers"]] == ["other"]
+    assert [(r["shape"], r["tokens"]) for r in each.wrong] == [("one", 2), ("two", 2)]
+    both = report.Results(head, tmp_path / "deep" / "both.json")
+    for shape in ("one", "two"):
+        both.start(shape)
+        both.add(row(shape=shape))
+    assert [r["shape"] for r in json.loads((tmp_path / "deep" / "both.json").read_text())["rows"]] == ["one", "two"]
+    with pytest.raises(ValueError, match="JSON"):
+        both.add(row(error=math.nan))
+    assert sorted(path.name for path in tmp_path.rglob("*.json")) == [
+        "2030-01-02-layer-one.json",
+        "2030-01-02-layer-two.json",
+        "both.json",
+    ]
+
+
+def test_a_table_on_the_terminal_is_short_and_straight() -> None:
+    table = report.Table("T:5 plan:8 us:7")
+    assert table.heading == "    T      plan       us"
+    assert table.line([64, None, report.fixed(3.14159)]) == "   64         -      3.1"
+    assert report.fixed(None) is None
+    assert (report.rounded(0.0051234, 3), report.rounded(math.nan)) == (0.00512, None)
+
+
+def test_published_peers_are_those_of_the_day() -> None:
+    best = best_published("qwen3-30b-a3b", 0, 0)
+    assert [(best[t].name, best[t].us[t]) for t in (1, 8192)] == [
+        ("vLLM Triton, as shipped", 30.2),
+        ("DeepGEMM", 1338.0),
+    ]
+    lora = best_published("qwen3-30b-a3b", 16, 4)
+    assert 1 not in lora
+    assert (lora[64].name, lora[64].us[64]) == ("SGLang LoRA, plan runner", 322.3)
+    assert best_published("mixtral-8x7b", 0, 0)[256].us[256] == 750.0
+    assert best_published("qwen3-30b-a3b-ep4", 0, 0)[64].us[64] == 94.2
+    assert best_published("qwen3.5-35b-a3b", 16, 1)[256].us[256] == 430.5
+    assert all(peer.us for shape in shapes.SHAPES for peer in published(shape))
+
+
+def result(folder: Path, name: str, date: str, rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    head = {"kind": "layer", "date": date, "gpu": "NVIDIA H200", "driver": "580", "sm_clock": "1980 MHz"}
+    told = {"commit": "0123456789abcdef", "command": f"moelet bench layer {name}", "read_bandwidth_tb_s": 4.587}
+    report.write(folder / f"{name}.json", head | told | {"rows": rows, "peers": others})
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """An old result, a newer one, one of another routing that is newer still, and one of another program."""
+    lora = {"rank": 16, "adapters": 1, "layout": "per_expert", "of_base": 1.04, "fraction": 0.88}
+    slow = lora | {"plan": "two_stream", "us": 300.0}
+    wrong = lora | {"tokens": 16, "us": 1.0, "wrong": True}
+    other = {"shape": "qwen3-30b-a3b", "routing": "uniform", "tokens": 64, "peer": "torch grouped_mm"}
+    timed = {"us": 472.0, "fraction": 0.54, "of_base": None, "floor_us": 252.0, "wrong": False}
+    result(tmp_path, "old", "2030-01-01T00:00:00+00:00", [row(us=999.0)], [])
+    rows = [row(1, 0.7, us=24.0, floor_us=16.4), row(), row(**lora, us=291.2), row(**slow), row(**wrong)]
+    result(tmp_path, "new", "2030-01-02T00:00:00+00:00", rows, [other | timed])
+    result(tmp_path, "zipf", "2030-01-03T00:00:00+00:00", [row(us=111.0, routing="zipf")], [])
+    (tmp_path / "other.json").write_text('{"date": "2031-01-01", "rows": [{"tokens": 1}]}')
+    return tmp_path
+
+
+def test_tables_hold_the_newest_right_results(results: Path) -> None:
+    text = "before\n<!-- bench:start layer-qwen3-30b-a3b -->\nstale\n<!-- bench:end -->\nafter\n"
+    once = tables.rewritten(text, results)
+    assert once == tables.rewritten(once, results)
+    assert once.startswith(
+        "before\n<!-- bench:start layer-qwen3-30b-a3b -->\n| µs (share of the floor) | T=1 | T=64 |\n"
+    )
+    assert once.endswith("<!-- bench:end -->\nafter\n")
+    lines = once.splitlines()
+    for line in (
+        "| base | 24.0 (70%) | 280.0 (90%) |",
+        "| floor | 16.4 | 252.0 |",
+        "| LoRA r16 ×1 | – | 291.2 (88%) |",
+        "| – over base | – | 1.040 |",
+        "| torch grouped_mm, base, same run | – | 472.0 (54%) |",
+        "| best peer, base, 2026-11-29 | 30.2 | 296.4 |",
+        "| best peer, LoRA r16 ×1, 2026-11-29 | 36.8 | 311.3 |",
+        "2030-01-02, NVIDIA H200 at 1980 MHz, driver 580, read bandwidth 4.59 TB/s, commit 0123456789ab: "
+        "`moelet bench layer new`",
+    ):
+        assert line in lines
+    assert not any("300.0" in line or "999.0" in line or "111.0" in line for line in lines)
+    assert "111.0" in tables.content("layer-qwen3-30b-a3b-zipf", results)
+    assert tables.content("layer-mixtral-8x7b", results) == tables.NO_RESULT
+    with pytest.raises(ConfigurationError, match="shape-x"):
+        tables.content("shape-x", results)
+
+
+def test_the_tables_in_the_repository_are_those_of_its_results() -> None:
+    assert tables.stale() == {}
+
+
+def test_a_picture_is_drawn(results: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.plot import plot
+
+    found = newest("layer", "qwen3-30b-a3b", folder=results)
+    assert found is not None
+    plot(found, "qwen3-30b-a3b", results / "drawn" / "layer.png")
+    assert (results / "drawn" / "layer.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -1,0 +1,221 @@
+"""The benchmarks' floors, workloads and options, none of which needs a GPU."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks import options, peers, shapes
+from benchmarks.__main__ import main
+from benchmarks.floor import Hits, expected_experts, expert_bytes, matrix_bytes
+from benchmarks.workload import (
+    Routing,
+    Workload,
+    exact_output,
+    random_adapter,
+    random_batches,
+    random_weights,
+    relative_error,
+    worst,
+)
+from torch import Tensor
+
+from moelet.layer.engine import LayerBatch
+from moelet.layer.errors import ConfigurationError
+from moelet.layer.reference import ReferenceEngine
+from moelet.layer.spec import LayerSpec
+from moelet.service import cli
+from random_layers import SHARED_SPEC, SPEC, model_of
+
+Q30 = shapes.SHAPES["qwen3-30b-a3b"]
+
+
+def batch_of(ids: list[list[int]], slots: list[int] | None) -> LayerBatch:
+    return LayerBatch(
+        layer=SPEC.index,
+        hidden_states=torch.zeros(len(ids), SPEC.hidden_size, dtype=torch.bfloat16),
+        topk_ids=torch.tensor(ids, dtype=torch.int32),
+        topk_weights=torch.ones(len(ids), len(ids[0])),
+        token_slots=None if slots is None else torch.tensor(slots, dtype=torch.int32),
+    )
+
+
+def test_floor_of_qwen3_is_the_known_one() -> None:
+    """9.44 MB an expert; one pair at rank 16 is 0.27 MB: A of gate and up 131 KB, B 49, A of down 25, B 66."""
+    assert expert_bytes(Q30) == 9_437_184
+    assert [round(expected_experts(Q30, t), 1) for t in (1, 4, 64, 256)] == [8.0, 29.1, 125.9, 128.0]
+    pair = matrix_bytes(Q30, Hits(0, 1, 1, 1), 16)
+    assert pair == {"gate_up": 0, "down": 0, "a_gate_up": 131072, "b_gate_up": 49152, "a_down": 24576, "b_down": 65536}
+
+
+def test_hits_are_those_of_a_plain_loop() -> None:
+    spec = SPEC.expert_slice(2, 3)
+    ids = [[0, 2, 5], [2, 4, 1], [4, 2, -1], [0, 1, 5], [3, 2, 0]]
+    slots = [0, 2, 2, 1, -1]
+    local = [(slot, e) for slot, row in zip(slots, ids, strict=True) for e in row if 2 <= e < 5]
+    pairs = {(slot, e) for slot, e in local if slot >= 0}
+    hits = Hits.of(spec, batch_of(ids, slots))
+    assert hits == Hits(len({e for _, e in local}), len(pairs), len({slot for slot, _ in pairs}), 3)
+    assert hits == Hits(3, 3, 2, 3)
+    assert Hits.of(spec, batch_of(ids, None)) == Hits(3, 0, 0, 0)
+
+
+@pytest.mark.parametrize("shared_outer", [False, True])
+@pytest.mark.parametrize("spec", [SPEC, SHARED_SPEC], ids=["routed", "shared"])
+def test_bytes_are_those_of_the_tensors_a_batch_meets(spec: LayerSpec, shared_outer: bool) -> None:
+    rank, g = 5, torch.Generator().manual_seed(0)
+    ids, slots = [[0, 1, 2], [0, 1, 3], [5, 1, 0]], [0, 1, -1]
+    weights = random_weights(spec, g)
+    adapters = [random_adapter(spec, rank, g, shared_outer=shared_outer) for _ in range(2)]
+    experts = {e for row in ids for e in row}
+    counted = sum(weights.gate_up[e].nbytes + weights.down[e].nbytes for e in experts)
+    if weights.shared_gate_up is not None and weights.shared_down is not None:
+        counted += weights.shared_gate_up.nbytes + weights.shared_down.nbytes
+    met = {(slot, e) for slot, row in zip(slots, ids, strict=True) for e in row if slot >= 0}
+    for slot, adapter in enumerate(adapters):
+        for name, lora in adapter.layers[spec.index].items():
+            for matrix in (lora.a, lora.b):
+                alone = len(matrix) == 1
+                counted += matrix.nbytes if alone else sum(matrix[e].nbytes for s, e in met if s == slot)
+                assert alone == (name.startswith("shared_") or (shared_outer and matrix is outer(name, lora)))
+    hits = Hits.of(spec, batch_of(ids, slots))
+    assert sum(matrix_bytes(spec, hits, rank, shared_outer=shared_outer).values()) == counted
+
+
+def outer(name: str, lora: Any) -> Tensor:
+    matrix: Tensor = lora.b if name == "down" else lora.a
+    return matrix
+
+
+def batches(spec: LayerSpec, count: int = 3, slots: int = 4, **work: Any) -> list[LayerBatch]:
+    return random_batches(spec, Workload(**work), count, slots)
+
+
+@pytest.mark.parametrize("routing", list(Routing))
+def test_tokens_choose_different_experts(routing: Routing) -> None:
+    for batch in batches(Q30, num_tokens=32, routing=routing):
+        batch.check(Q30, max_loras=0)
+        assert batch.topk_ids is not None
+        assert all(len(set(row)) == Q30.top_k for row in batch.topk_ids.tolist())
+
+
+def test_routings_differ_as_they_say() -> None:
+    used = {routing: Hits.of(Q30, batches(Q30, 1, num_tokens=64, routing=routing)[0]).experts for routing in Routing}
+    assert used[Routing.EIGHT] == 8
+    assert used[Routing.EIGHT] < used[Routing.ZIPF] < used[Routing.UNIFORM]
+    part = shapes.SHAPES["qwen3-30b-a3b-ep4"]
+    assert Hits.of(part, batches(part, 1, num_tokens=64, routing=Routing.EIGHT)[0]).experts == 8
+    uniform = [Hits.of(Q30, batch).experts for batch in batches(Q30, 40, num_tokens=16)]
+    assert sum(uniform) / 40 == pytest.approx(expected_experts(Q30, 16), rel=0.03)
+
+
+def test_base_and_lora_share_hidden_states_and_routing() -> None:
+    base, other = batches(SPEC, num_tokens=9), batches(SPEC, num_tokens=9, rank=4, adapters=3)
+    for one, two in zip(base, other, strict=True):
+        assert one.topk_ids is not None
+        assert two.topk_ids is not None
+        assert two.token_slots is not None
+        assert one.token_slots is None
+        assert torch.equal(one.hidden_states, two.hidden_states)
+        assert torch.equal(one.topk_ids, two.topk_ids)
+        assert set(two.token_slots.tolist()) <= {0, 1, 2}
+    assert not torch.equal(base[0].hidden_states, base[1].hidden_states)
+    every = batches(SPEC, 1, num_tokens=6, rank=4, adapters="all")[0]
+    assert every.token_slots is not None
+    assert every.token_slots.tolist() == [0, 1, 2, 3, 0, 1]
+
+
+@pytest.mark.parametrize("shared_outer", [False, True])
+@pytest.mark.parametrize("spec", [SPEC, SHARED_SPEC, SPEC.expert_slice(2, 3)], ids=["routed", "shared", "slice"])
+def test_the_cpu_engine_gives_the_exact_output(spec: LayerSpec, shared_outer: bool) -> None:
+    g = torch.Generator().manual_seed(1)
+    weights = random_weights(spec, g)
+    adapters = [random_adapter(spec, 4, g, shared_outer=shared_outer) for _ in range(2)]
+    engine = ReferenceEngine(model_of(spec), {spec.index: weights}, max_loras=2, max_lora_rank=4)
+    for slot, adapter in enumerate(adapters):
+        engine.install_adapter(slot, adapter)
+    base, lora = batches(spec, 1, num_tokens=7)[0], batches(spec, 1, num_tokens=7, rank=4, adapters=2)[0]
+    truths = [exact_output(spec, weights, adapters, batch) for batch in (base, lora)]
+    assert relative_error(engine.forward(base), truths[0]) < 0.01
+    assert relative_error(engine.forward(lora), truths[1]) < 0.01
+    assert relative_error(truths[1], truths[0]) > 0.1
+
+
+def test_errors() -> None:
+    truth = torch.tensor([3.0, 4.0])
+    assert relative_error(torch.tensor([3.0, 4.5]), truth) == pytest.approx(0.1)
+    assert math.isnan(relative_error(torch.tensor([3.0, math.nan]), truth))
+    assert relative_error(torch.ones(2), torch.zeros(2)) == math.inf
+    assert worst([0.1, 0.3, 0.2]) == 0.3
+    assert math.isnan(worst([0.1, math.nan, 0.2]) or 0.0)
+    assert worst([]) is None
+
+
+@pytest.mark.parametrize("spec", [SPEC, SPEC.expert_slice(2, 3)], ids=["routed", "slice"])
+def test_grouped_mm_computes_the_layer(spec: LayerSpec) -> None:
+    weights = random_weights(spec, torch.Generator().manual_seed(2))
+    batch = batches(spec, 1, num_tokens=11)[0]
+    assert batch.topk_ids is not None
+    assert batch.topk_weights is not None
+    out = peers.grouped_mm(batch.hidden_states, batch.topk_ids, batch.topk_weights, weights, spec=spec)
+    assert relative_error(out, exact_output(spec, weights, [], batch)) < 0.01
+
+
+def test_layers_by_name_and_by_numbers() -> None:
+    parser = options.Parser()
+    options.shape_options(parser)
+    numbers = ["--num-experts", "60", "--top-k", "4", "--hidden-size", "2048", "--intermediate-size", "1408"]
+    chosen = options.chosen_shapes(parser.parse_args(["--shape", "qwen3.5-35b-a3b", *numbers]))
+    assert list(chosen) == ["qwen3.5-35b-a3b", "e60-k4-h2048-i1408"]
+    assert [spec.num_shared_chunks for spec in chosen.values()] == [0, 0]
+    assert chosen["e60-k4-h2048-i1408"].intermediate_size == 1408
+    shared = options.chosen_shapes(parser.parse_args(["--shape", "qwen3.5-35b-a3b", "--shared"]))
+    assert shared["qwen3.5-35b-a3b"].num_shared_chunks == 1
+    assert list(options.chosen_shapes(parser.parse_args([]))) == ["qwen3-30b-a3b"]
+    with pytest.raises(ConfigurationError, match="--num-experts"):
+        options.chosen_shapes(parser.parse_args(numbers[:4]))
+    local = shapes.SHAPES["qwen3-30b-a3b-ep4"]
+    assert (local.local_expert_offset, local.local_expert_end) == (32, 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nonsense"], ("nonsense", "layer")),
+        (["layer", "--tokens", "0"], ("--tokens", "'0'")),
+        (["layer", "--tokens", "x"], ("--tokens", "'x'")),
+        (["layer", "--shape", "nonsense"], ("--shape", "nonsense")),
+        (["layer", "--adapters", "1,9"], ("--adapters 9", "--slots 8")),
+        (["layer", "--ranks", "64", "--max-lora-rank", "16"], ("--ranks 64", "--max-lora-rank 16")),
+        (["layer", "--sets", "0"], ("--sets",)),
+        (["layer", "--replays", "1"], ("--replays", "'1'")),
+        (["layer", "--top-k", "2"], ("--num-experts",)),
+        (["layer", "--against", "/absent.json"], ("/absent.json",)),
+        (["kernels", "--plan", "nonsense"], ("--plan", "nonsense")),
+        (["host", "--nonsense"], ("--nonsense",)),
+    ],
+)
+def test_what_is_wrong_is_one_sentence_and_code_2(
+    arguments: list[str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("moelet bench: ")
+    assert all(word in captured.err for word in words), captured.err
+
+
+def test_the_command_line_hands_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench"]) == 0
+    assert "kernels" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["bench", "layer", "--help"])
+    assert "--shared-outer" in capsys.readouterr().out
+    assert cli.main(["bench", "layer", "--tokens", "1,x", "--plan", "all"]) == 2
+    assert "'1,x'" in capsys.readouterr().err
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "site-packages" / "moelet" / "service" / "cli.py"))
+    assert cli.main(["bench", "layer"]) == 2
+    assert capsys.readouterr().err.startswith("moelet: benchmarks come with a source checkout")
