@@ -134,7 +134,7 @@ class LayerMeasurement:
             "rank": workload.rank,
             "adapters": workload.adapters,
             "layout": workload.layout,
-            "slot_rank": self._geometry.max_lora_rank,
+            "slot_rank": self._geometry.max_lora_rank if workload.lora else None,
             "forwards": forwards.count,
         }
         forwards.close()

@@ -89,7 +89,7 @@ def run_options(parser: argparse.ArgumentParser, *, tokens: Sequence[int]) -> No
     group = parser.add_argument_group("method")
     shown = ",".join(map(str, tokens))
     group.add_argument("--tokens", type=counts, default=list(tokens), help=f"token counts ({shown})")
-    group.add_argument("--sets", type=int, default=2, help="complete weight sets taken in turn (2)")
+    group.add_argument("--sets", type=int, default=4, help="complete weight sets taken in turn (4)")
     group.add_argument("--replays", type=replays, default=51, help="timed replays (51)")
     group.add_argument("--gpu", type=int, default=0, metavar="N", help="which GPU (0)")
     group.add_argument("--json", type=Path, metavar="PATH", help="one file for all results (by date and shape)")

@@ -47,10 +47,11 @@ def circumstances(kind: str, arguments: Sequence[str], rig: Rig, commit: str | N
 
 
 def git_commit() -> str:
-    """The commit of this checkout, ``+changes`` behind it where files differ from it; ``unknown`` outside of git."""
+    """The commit of this checkout, ``+changes`` behind it where code differs from it; ``unknown`` outside of git."""
     try:
         commit = _output("git", "rev-parse", "HEAD")
-        return commit + ("+changes" if _output("git", "status", "--porcelain", "--untracked-files=no") else "")
+        changed = _output("git", "status", "--porcelain", "--", "*.py", "*.cu", "*.cuh", "pyproject.toml")
+        return commit + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
