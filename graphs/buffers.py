@@ -31,9 +31,9 @@ LORA_ENTRY = np.dtype(
 )
 """Twin of ``LoraEntry`` in cuda/common/layer_args.cuh."""
 TOKEN_TILE = np.dtype([(name, np.int32) for name in ("expert", "first_row", "num_rows", "groups")], align=True)
-"""Twin of ``TokenTile`` in cuda/common/gemm_tile.cuh."""
+"""Twin of ``TokenTile`` in cuda/common/tiles.cuh."""
 LORA_GROUP = np.dtype([(name, np.int32) for name in ("expert", "slot", "first_row", "num_rows")], align=True)
-"""Twin of ``LoraGroup`` in cuda/common/gemm_tile.cuh."""
+"""Twin of ``LoraGroup`` in cuda/common/tiles.cuh."""
 
 INPUT_ALIGNMENT = 256
 

@@ -31,7 +31,7 @@ DECODE_SHAPES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MAX_EAGER_TOKENS = 2048
 """Tokens of the largest eager forward; a larger batch runs in parts of this, with the same bits."""
 MAX_KEYS = 0xFFFF
-"""What permute's 16-bit sort keys hold: experts times (slots + 1)."""
+"""What the sort's 16-bit keys hold: experts times (slots + 1)."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many steps of it are done, and of how many."""
@@ -42,7 +42,7 @@ class GraphOptions:
     """How a ``GraphEngine`` is set up.
 
     ``decode_shapes`` are the captured token counts; what lies above ``max_decode_tokens`` runs eagerly.
-    ``plan`` is that of every LoRA shape; None chooses by shape.
+    ``plan`` is that of every captured LoRA shape; None: ``DEFAULT_PLAN``.
     """
 
     max_loras: int = 8

@@ -3,10 +3,9 @@
 from . import kernels
 from .arguments import float32, int32, int64, pointer
 from .buffers import RoutingInput
-from .compiler import Specialisation
 from .geometry import gemm_config
 from .kernel import PreparedLaunch
-from .site import Site
+from .lora_launches import DOWN, GATE_UP, LoraLaunches
 from .streams import Stream
 
 GATE_TOKENS, GATE_WARPS = 4, 8
@@ -14,11 +13,9 @@ ROUTE_WARPS = 4
 SORT_WARPS = 16
 GATHER_WARPS = 4
 FINALIZE_COLUMNS = 128 * 8
-GATE_UP, DOWN = 2, 1
-"""Projections of the two halves of the layer's LoRA."""
 
 
-class Launches(Site):
+class Launches(LoraLaunches):
     """Makes the launches of one captured shape. Methods name the kernel; ``stream`` is where it runs."""
 
     __slots__ = ()
@@ -144,49 +141,6 @@ class Launches(Site):
         epilogue = kernels.EPILOGUE_DOWN if fused else kernels.EPILOGUE_DOWN_FP32
         return self._gemm(stream, epilogue, "act", "down" if fused else "down_sums", "down_h")
 
-    def activation(self, stream: Stream) -> PreparedLaunch:
-        """The activation over raw pairs and the LoRA delta."""
-        geometry = self.geometry
-        items = geometry.token_tiles(self.num_tokens, self.tile) * geometry.intermediate_blocks
-        return self.kernels.get(kernels.activation()).prepare(
-            grid=(min(items, 8 * self.sm_count), 1, 1),
-            block=(256, 1, 1),
-            stream=stream,
-            arguments={
-                "tiles": self.buffer("tiles"),
-                "num_tiles": self.buffer("num_tiles"),
-                "row_slots": self.buffer("row_slots"),
-                "gate_up": self.buffer("gate_up"),
-                "delta": self.buffer("gate_up_delta"),
-                "act": self.buffer("act"),
-                "intermediate_blocks": int32(geometry.intermediate_blocks),
-                "rows": int32(self.rows),
-            },
-            waits=True,
-            holds=True,
-            reads=frozenset({"tiles", "num_tiles", "row_slots", "gate_up", "gate_up_delta"}),
-            writes=frozenset({"act"}),
-        )
-
-    def lora_shrink(self, stream: Stream, projections: int, *, programmatic: bool = False) -> PreparedLaunch:
-        """h = scaling * A x of gate and up (``GATE_UP``) or of down (``DOWN``)."""
-        geometry = self.geometry
-        source, target = ("tokens", "gate_up_h") if projections == GATE_UP else ("act", "down_h")
-        blocks = geometry.hidden_blocks if projections == GATE_UP else geometry.intermediate_blocks
-        chunks = -(-geometry.max_lora_rank // (8 * kernels.RANK_BLOCKS)) * projections
-        return self._lora(
-            stream, kernels.lora_shrink(projections), chunks, source, target, "k_steps", 2 * blocks, programmatic
-        )
-
-    def lora_expand(self, stream: Stream, projections: int) -> PreparedLaunch:
-        """delta = B h of gate and up (``GATE_UP``) or of down (``DOWN``)."""
-        geometry = self.geometry
-        source, target = ("gate_up_h", "gate_up_delta") if projections == GATE_UP else ("down_h", "down_delta")
-        features = geometry.intermediate_stride * 2 if projections == GATE_UP else geometry.output_stride
-        row_blocks = features // 16
-        chunks = -(-row_blocks // 16)
-        return self._lora(stream, kernels.lora_expand(projections), chunks, source, target, "row_blocks", row_blocks)
-
     def finalize(self, stream: Stream, *, fused: bool) -> PreparedLaunch:
         """The weighted sum over choices; unless ``fused`` it adds the down LoRA's delta first."""
         geometry = self.geometry
@@ -261,41 +215,4 @@ class Launches(Site):
             reads=frozenset(early | {source} | ({h} if adds_delta else set())),
             writes=frozenset({target, "tickets"}),
             label="down_gemm" if down else "gate_up_gemm",
-        )
-
-    def _lora(
-        self,
-        stream: Stream,
-        specialisation: Specialisation,
-        chunks: int,
-        source: str,
-        target: str,
-        size_name: str,
-        size: int,
-        programmatic: bool = False,
-    ) -> PreparedLaunch:
-        geometry = self.geometry
-        items = geometry.lora_groups(self.num_tokens) * chunks
-        return self.kernels.get(specialisation).prepare(
-            grid=(min(items, (1 + programmatic) * self.sm_count), 1, 1),
-            block=(256, 1, 1),
-            stream=stream,
-            arguments={
-                "layer": self.layer,
-                "groups": self.buffer("groups"),
-                "num_groups": self.buffer("num_groups"),
-                "source": self.buffer(source),
-                "target": self.buffer(target),
-                "num_experts": int32(geometry.experts),
-                size_name: int32(size),
-                "rows": int32(self.rows),
-                "max_rank": int32(geometry.max_lora_rank),
-            },
-            waits=True,
-            holds=True,
-            programmatic=programmatic,
-            early=frozenset({"input", "groups", "num_groups"} if programmatic else ()),
-            reads=frozenset({"input", "groups", "num_groups", source}),
-            writes=frozenset({target}),
-            label=f"{specialisation.kernel} of {'gate_up' if 'gate_up' in target else 'down'}",
         )

@@ -6,7 +6,8 @@ from enum import StrEnum
 
 from .buffers import RoutingInput
 from .kernel import PreparedLaunch
-from .launches import DOWN, GATE_UP, Launches
+from .launches import Launches
+from .lora_launches import DOWN, GATE_UP
 from .streams import Event, Events, Stream, Streams
 
 Step = Callable[[], None]
