@@ -11,7 +11,7 @@ import torch
 from decode_cases import SPECS, batch_of, rows_of, some_adapters
 from gpu_engines import Gpu, GpuLayer, gpu, opened_engine, same_bits, summed_by_hand
 from lora_cases import scaled, zeroed
-from moelet.graphs import buffers, launches
+from moelet.graphs import buffers, site
 from moelet.graphs.buffers import RoutingInput
 from moelet.graphs.geometry import TOKEN_TILES
 from moelet.graphs.program import Plan
@@ -118,12 +118,12 @@ def test_every_token_tile_gives_the_same_bits(layer: GpuLayer, lora: bool, monke
     batch.topk_ids[:, 0] = torch.where(torch.arange(64) < 50, 5, batch.topk_ids[:, 0])  # many tiles for one expert
     first = layer.eager(batch)
     variant = layer.runnable(64, lora=lora).variant
-    for tile in TOKEN_TILES:
-        for module in (buffers, launches):
+    for tile, plan in product(TOKEN_TILES, (Plan.FUSED, Plan.SINGLE_STREAM)):
+        for module in (buffers, site):
             monkeypatch.setattr(module, "token_tile", lambda *_, tile=tile: tile)
-        runnable = layer.pool.build(variant, Plan.SINGLE_STREAM, captured=False)
+        runnable = layer.pool.build(variant, plan, captured=False)
         layer.poison()
-        assert same_bits(layer.forward(runnable, batch), first), tile
+        assert same_bits(layer.forward(runnable, batch), first), (tile, plan)
         assert int(runnable.arena.read("num_tiles")) >= -(-50 // tile)
 
 
