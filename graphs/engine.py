@@ -60,6 +60,11 @@ class GraphOptions:
         chosen = {shape for shape in self.decode_shapes or DECODE_SHAPES if shape <= self.max_decode_tokens}
         return sorted(chosen | {self.max_decode_tokens})
 
+    @property
+    def eager_tokens(self) -> int:
+        """Tokens of the one shape that is not captured."""
+        return max(self.max_eager_tokens, self.max_decode_tokens + 1)
+
 
 DEFAULT_PLAN = Plan.FUSED
 """The plan of shapes with adapters when none is asked for."""
@@ -100,11 +105,11 @@ class GraphEngine:
     def start(self, progress: Progress | None = None) -> None:
         """Capture every decode shape of every geometry; layers of one geometry share them."""
         geometries = list({layer.geometry: None for layer in self._layers.values()})
-        self._memory = arena_memory(geometries, self._shapes, self._eager_tokens)
+        self._memory = arena_memory(geometries, self._shapes, self._options.eager_tokens)
         self._memory.fill(0, self._streams.main)
         for geometry in geometries:
             self._capture(geometry, self._memory, progress)
-            self._stagings[geometry] = Staging(geometry, self._eager_tokens)
+            self._stagings[geometry] = Staging(geometry, self._options.eager_tokens)
         self._kernels.seal()
         if self._slots:
             self._bank = SlotBank(self._slots, self._options.max_lora_rank, self._streams.copy)
@@ -136,7 +141,7 @@ class GraphEngine:
         batch.check(spec, self.max_loras)
         if batch.num_tokens == 0:
             return batch.hidden_states.new_empty(0, spec.hidden_size)
-        limit = self._eager_tokens
+        limit = self._options.eager_tokens
         if batch.num_tokens <= limit:
             return self._forward(batch)
         parts = [batch.part(start, start + limit) for start in range(0, batch.num_tokens, limit)]
@@ -148,8 +153,8 @@ class GraphEngine:
         Raises as ``forward`` does, and ``RequestError`` for a batch that does not fit into one forward.
         """
         batch.check(self._model.layer(batch.layer), self.max_loras)
-        if not 0 < batch.num_tokens <= self._eager_tokens:
-            raise RequestError(f"1 to {self._eager_tokens} tokens can stay unfinalized, got {batch.num_tokens}")
+        if not 0 < batch.num_tokens <= self._options.eager_tokens:
+            raise RequestError(f"1 to {self._options.eager_tokens} tokens can stay unfinalized, got {batch.num_tokens}")
         runnable = self._run(batch)
         self._streams.main.synchronize()
         return read_unfinalized(self._layers[batch.layer].geometry, batch, runnable)
@@ -185,7 +190,7 @@ class GraphEngine:
         ]
         rows.append(
             {
-                "tokens": self._eager_tokens,
+                "tokens": self._options.eager_tokens,
                 "captured": False,
                 "plan": EAGER_PLAN.value,
                 "why": f"more than {self._shapes[-1]} tokens run eagerly on one stream",
@@ -213,10 +218,6 @@ class GraphEngine:
             owned.close()
         self._device.close()
 
-    @property
-    def _eager_tokens(self) -> int:
-        return max(self._options.max_eager_tokens, self._shapes[-1] + 1)
-
     def _plan(self, num_tokens: int) -> Plan:  # noqa: ARG002
         return self._options.plan or DEFAULT_PLAN
 
@@ -238,7 +239,7 @@ class GraphEngine:
         pool = GraphPool(
             geometry,
             self._shapes,
-            self._eager_tokens,
+            self._options.eager_tokens,
             kernels=self._kernels,
             streams=self._streams,
             events=self._events,

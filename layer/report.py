@@ -44,10 +44,7 @@ class SkippedLayers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointReport:
-    """A checkpoint layer by layer; its bytes are sums over ``layers``, ``all_slots_bytes`` for ``max_loras`` slots.
-
-    ``graph_bytes`` is what captured graphs and their buffers take; None where no GPU engine has said so.
-    """
+    """A checkpoint layer by layer; its bytes are sums over ``layers``, ``all_slots_bytes`` for ``max_loras`` slots."""
 
     name: str
     model_type: str
@@ -62,7 +59,6 @@ class CheckpointReport:
     packed_bytes: int
     slot_bytes: int
     all_slots_bytes: int
-    graph_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from ..graphs.engine import GraphOptions
+from ..graphs.planning import MemoryPlan, plan_memory
 from ..layer.adapter_loading import load_adapter
 from ..layer.checkpoint import open_checkpoint
 from ..layer.errors import AdapterNotFoundError, ConfigurationError
@@ -21,15 +23,25 @@ from .adapters import ANYWHERE
 Report = CheckpointReport | AdapterReport
 
 
-def inspect(path: Path, base: Path | None, *, max_loras: int, max_lora_rank: int) -> Report:
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """A report, and for a checkpoint what a GPU would hold of it."""
+
+    report: Report
+    gpu_memory: MemoryPlan | None = None
+
+
+def inspect(path: Path, base: Path | None, *, max_loras: int, max_lora_rank: int) -> Inspected:
     """The report of the checkpoint or adapter at ``path``; an adapter is read against ``base``, by default
     ``default_base`` of it. Raises ``MoeletError``."""
     if not (path / "adapter_config.json").exists():
         opened = open_checkpoint(path)
         nbytes = {index: opened.layer_nbytes(index) for index in opened.model.layers}
-        return checkpoint_report(opened.model, nbytes, opened.notes, max_loras=max_loras, max_lora_rank=max_lora_rank)
+        report = checkpoint_report(opened.model, nbytes, opened.notes, max_loras=max_loras, max_lora_rank=max_lora_rank)
+        options = GraphOptions(max_loras=max_loras, max_lora_rank=max_lora_rank)
+        return Inspected(report, plan_memory(opened.model, options))
     model = open_checkpoint(base or default_base(path)).model
-    return adapter_report(load_adapter(path, model, max_rank=max_lora_rank, root=ANYWHERE), model)
+    return Inspected(adapter_report(load_adapter(path, model, max_rank=max_lora_rank, root=ANYWHERE), model))
 
 
 def default_base(adapter: Path) -> Path:
@@ -49,19 +61,33 @@ def default_base(adapter: Path) -> Path:
     )
 
 
-def as_json(report: Report) -> str:
-    """``report`` as indented JSON."""
-    return json.dumps(asdict(report), indent=2, default=str)
+def as_json(inspected: Inspected) -> str:
+    """The report as indented JSON, with ``gpu_memory`` where there is a plan of it."""
+    facts = asdict(inspected.report)
+    if inspected.gpu_memory is not None:
+        facts["gpu_memory"] = asdict(inspected.gpu_memory)
+        facts["gpu_memory"]["buffers"] = [row._asdict() for row in inspected.gpu_memory.buffers]
+    return json.dumps(facts, indent=2, default=str)
 
 
-def show(report: Report) -> None:
-    """Print ``report`` as tables."""
+def show(inspected: Inspected) -> None:
+    """Print the report as tables, and what a GPU would hold."""
     console = Console()
-    facts = {field.name: getattr(report, field.name) for field in fields(report)}
-    console.print(pairs({name: value for name, value in facts.items() if value not in (None, "")}))
+    report, plan = inspected.report, inspected.gpu_memory
+    _show_facts(console, report)
     for title, rows in sections(report).items():
         if rows:
             console.print(table(title, rows))
+    if plan is not None:
+        console.print("[bold]on a GPU[/bold]")
+        _show_facts(console, plan)
+        console.print(table("arenas, which share one allocation", [asdict(shape) for shape in plan.shapes]))
+        console.print(table("buffers of the largest shape", [row._asdict() for row in plan.buffers]))
+
+
+def _show_facts(console: Console, facts: Report | MemoryPlan) -> None:
+    named = {field.name: getattr(facts, field.name) for field in fields(facts)}
+    console.print(pairs({name: value for name, value in named.items() if value not in (None, "")}))
 
 
 def sections(report: Report) -> dict[str, list[dict[str, Any]]]:
@@ -121,7 +147,7 @@ def pairs(facts: Mapping[str, Any]) -> Table:
     """The facts that are single values, a line each."""
     shown = Table(show_header=False, box=None)
     for name, value in facts.items():
-        if not (isinstance(value, tuple) and value and is_dataclass(value[0])) and value != ():
+        if value != () and not (isinstance(value, tuple) and (is_dataclass(value[0]) or isinstance(value[0], tuple))):
             shown.add_row(words(name), told(name, value))
     return shown
 

@@ -86,7 +86,6 @@ def test_checkpoint_bytes_are_those_of_the_tensors() -> None:
     assert report.packed_bytes == sum(layer.packed_bytes for layer in report.layers)
     assert report.slot_bytes == slot_of(PLAIN, RANK) + slot_of(SHARED, RANK)
     assert report.all_slots_bytes == 5 * report.slot_bytes
-    assert report.graph_bytes is None
     assert report.notes == ("a note",)
 
 

@@ -1,0 +1,82 @@
+"""What a GPU would hold for a model, worked out without one: weights, adapter slots, and the arena of every shape."""
+
+from dataclasses import dataclass
+
+from ..layer.spec import ModelSpec, ranges
+from .arena import ArenaRow
+from .buffers import LORA_ENTRY, plan_buffers
+from .engine import GraphOptions
+from .geometry import Geometry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapePlan:
+    """The buffers of one token count, in bytes: of base batches, and of batches with adapters.
+
+    Arenas of all shapes and layers lie in one allocation, for forwards follow each other.
+    """
+
+    layers: str
+    tokens: int
+    captured: bool
+    base_arena_bytes: int
+    lora_arena_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """GPU memory by use, in bytes, and how each shape's buffers add to it; ``buffers`` are those of the largest shape.
+
+    What the driver takes for itself and for instantiated graphs comes on top: the engine reports that once it runs.
+    """
+
+    weight_bytes: int
+    slot_bytes: int
+    all_slots_bytes: int
+    arena_bytes: int
+    shapes: tuple[ShapePlan, ...]
+    buffers: tuple[ArenaRow, ...]
+
+
+def plan_memory(model: ModelSpec, options: GraphOptions) -> MemoryPlan:
+    """What ``GraphEngine`` allocates for ``model``. Raises ``ConfigurationError`` as it does."""
+    layers: dict[Geometry, list[int]] = {}
+    for index, spec in model.layers.items():
+        geometry = Geometry.of(
+            spec, router_fp32=False, max_loras=options.max_loras, max_lora_rank=options.max_lora_rank
+        )
+        layers.setdefault(geometry, []).append(index)
+    sizes = [*options.shapes, options.eager_tokens]
+    shapes = [
+        ShapePlan(
+            layers=ranges(indices),
+            tokens=tokens,
+            captured=tokens != options.eager_tokens,
+            base_arena_bytes=plan_buffers(geometry, tokens, lora=False).total_bytes,
+            lora_arena_bytes=plan_buffers(geometry, tokens, lora=geometry.max_loras > 0).total_bytes,
+        )
+        for geometry, indices in layers.items()
+        for tokens in sizes
+    ]
+    largest = max(layers, key=lambda geometry: plan_buffers(geometry, sizes[-1], lora=True).total_bytes)
+    slot_bytes = sum(_slot_bytes(geometry) * len(indices) for geometry, indices in layers.items())
+    return MemoryPlan(
+        weight_bytes=sum(_weight_bytes(geometry) * len(indices) for geometry, indices in layers.items()),
+        slot_bytes=slot_bytes,
+        all_slots_bytes=slot_bytes * options.max_loras,
+        arena_bytes=max(shape.lora_arena_bytes for shape in shapes),
+        shapes=tuple(shapes),
+        buffers=tuple(plan_buffers(largest, sizes[-1], lora=largest.max_loras > 0).describe()),
+    )
+
+
+def _weight_bytes(geometry: Geometry) -> int:
+    gate_up = 2 * geometry.intermediate_stride * geometry.hidden_stride
+    down = geometry.output_stride * geometry.intermediate_stride
+    return 2 * (geometry.experts * (gate_up + down) + geometry.num_experts * geometry.hidden_stride)
+
+
+def _slot_bytes(geometry: Geometry) -> int:
+    a = 2 * geometry.hidden_stride + geometry.intermediate_stride
+    b = 2 * geometry.intermediate_stride + geometry.output_stride
+    return geometry.experts * (2 * geometry.max_lora_rank * (a + b) + LORA_ENTRY.itemsize)
