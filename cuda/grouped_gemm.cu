@@ -59,7 +59,7 @@ struct Barriers {
 struct LoraStageEntry {
     int16_t first_row;  // of the group within the tile
     int16_t last_row;
-    int block;          // of h
+    int block;  // of h
 };
 
 struct Ring {
@@ -72,7 +72,7 @@ struct LoraRing {
     uint64_t noted[2];      // which has read them
     int item[2];
     int num_entries[2];
-    int last[2];            // whether this is the tile's last LoRA stage; every tile has one at least
+    int last[2];  // whether this is the tile's last LoRA stage; every tile has one at least
     LoraStageEntry entries[2][kEntries];
 };
 
@@ -99,12 +99,12 @@ struct Memory {
 
 struct Gemm {
     const LayerArgs* layer;
-    const uint8_t* weights;   // [experts, k_blocks, row_tiles * BLOCK_M, 64]
-    const uint8_t* tokens;    // [k_blocks, rows, 64]
+    const uint8_t* weights;  // [experts, k_blocks, row_tiles * BLOCK_M, 64]
+    const uint8_t* tokens;   // [k_blocks, rows, 64]
     const TokenTile* tiles;
     const LoraGroup* groups;
-    const bf16* h;            // [R/8, rows, projections, 8]
-    int* ticket;              // items taken beyond the first of each block; zero at launch
+    const bf16* h;  // [R/8, rows, projections, 8]
+    int* ticket;    // items taken beyond the first of each block; zero at launch
     int num_items;
     int num_experts;
     int k_blocks;
@@ -273,8 +273,8 @@ struct LoraProducer {
         __syncwarp();
         uint8_t* target = memory.lora_stages + stage * kLoraStageBytes;
         if (lane < num_entries)
-            bulk_load(target + lane * kTileFragmentBytes,
-                      mine.b + int64_t(block) * gemm.row_tiles * kTileFragmentBytes, kTileFragmentBytes, full, policy);
+            bulk_load(target + lane * kTileFragmentBytes, mine.b + int64_t(block) * gemm.row_tiles * kTileFragmentBytes,
+                      kTileFragmentBytes, full, policy);
         if (lane < h_blocks)
             bulk_load(target + kEntries * kTileFragmentBytes + lane * padded_rows * kHTokenBytes,
                       gemm.h + h_offset(first_h_block + lane, tile.first_row, 0, gemm.rows, kProjections),
@@ -370,7 +370,7 @@ struct Consumer {
                 const bool mine = row >= entry.first_row && row < entry.last_row;
                 const uint8_t* values = block + 8 * j * kHTokenBytes;
                 const uint32_t low = mine ? *reinterpret_cast<const uint32_t*>(values) : 0;
-                float(&sums)[4] = reinterpret_cast<float(&)[4]>(delta[4 * j]);
+                float (&sums)[4] = reinterpret_cast<float (&)[4]>(delta[4 * j]);
 #if IS_DOWN
                 expand_down(sums, b, low);
 #else
@@ -479,7 +479,7 @@ __device__ __forceinline__ void consume_tile(Consumer& consumer, const Gemm& gem
 #if EPILOGUE == EPILOGUE_GATE_UP
     store_gate_up<N>(acc, gemm, tile, row_tile, warp_row);
 #elif EPILOGUE == EPILOGUE_ACTIVATION
-    store_activation<N>(acc, reinterpret_cast<float(&)[N / 2]>(delta), gemm, tile, row_tile, warp_row, staging);
+    store_activation<N>(acc, reinterpret_cast<float (&)[N / 2]>(delta), gemm, tile, row_tile, warp_row, staging);
 #else
 #if LORA
 #pragma unroll
@@ -516,13 +516,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     // ended before the predecessor let it start.
     grid_dependency_launch();
 
-    const Gemm gemm{layer, IS_DOWN ? layer->down : layer->gate_up,
-                    tokens, tiles,
-                    groups, h,
-                    ticket, *num_tiles * row_tiles,
+    const Gemm gemm{layer,       IS_DOWN ? layer->down : layer->gate_up,
+                    tokens,      tiles,
+                    groups,      h,
+                    ticket,      *num_tiles * row_tiles,
                     num_experts, k_blocks,
-                    row_tiles, rows,
-                    max_rank, out,
+                    row_tiles,   rows,
+                    max_rank,    out,
                     out_stride};
     if (threadIdx.x >= kConsumers) {
         if (threadIdx.x >= kConsumers + 32)

@@ -12,9 +12,9 @@
 #include "common/tiles.cuh"
 
 constexpr int kWarps = 8;
-constexpr int kTokens = 16;                       // one M tile
-constexpr int kUnroll = 2;                       // K steps of 32 loaded together
-constexpr int kRankBlockBytes = 8 * 32 * 2;       // eight ranks by 32 of K
+constexpr int kTokens = 16;                  // one M tile
+constexpr int kUnroll = 2;                   // K steps of 32 loaded together
+constexpr int kRankBlockBytes = 8 * 32 * 2;  // eight ranks by 32 of K
 
 struct Operand {
     const bf16* tokens;  // BlockMajorK [K/64, rows, 64]
@@ -27,16 +27,16 @@ struct Operand {
 
 // One group's rows and the blocks of ranks that a block of threads takes; a warp's share of K.
 struct Item {
-    const uint8_t* a;     // its first block of ranks: [K/32, 8, 32] each
-    int64_t a_block;      // bytes from one block of ranks to the next
+    const uint8_t* a;  // its first block of ranks: [K/32, 8, 32] each
+    int64_t a_block;   // bytes from one block of ranks to the next
     float scaling;
-    int live_blocks;      // of this projection;
-    int written_blocks;   // of either: what the other has more of is written as zero
+    int live_blocks;     // of this projection;
+    int written_blocks;  // of either: what the other has more of is written as zero
     int first_row;
     int num_rows;
     int projection;
     int first_block;
-    int begin;            // steps of 32 elements of K
+    int begin;  // steps of 32 elements of K
     int end;
 };
 
@@ -53,8 +53,8 @@ __device__ __forceinline__ Item read_item(const LayerArgs* layer, const LoraGrou
     const int rank = PROJECTIONS == 1 ? entry.rank[2] : item.projection == 0 ? entry.rank[0] : entry.rank[1];
     item.scaling = PROJECTIONS == 1 ? entry.scaling[2] : item.projection == 0 ? entry.scaling[0] : entry.scaling[1];
     item.live_blocks = ceil_div(rank, kRankBlock) - item.first_block;
-    item.written_blocks =
-        PROJECTIONS == 2 ? ceil_div(max(entry.rank[0], entry.rank[1]), kRankBlock) - item.first_block : item.live_blocks;
+    item.written_blocks = PROJECTIONS == 2 ? ceil_div(max(entry.rank[0], entry.rank[1]), kRankBlock) - item.first_block
+                                           : item.live_blocks;
     item.first_row = group.first_row;
     item.num_rows = group.num_rows;
     item.begin = k_steps * warp / kWarps;
@@ -152,8 +152,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 2)
 #pragma unroll
             for (int b = 0; b < RANK_BLOCKS; ++b)
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    partial[warp][b][lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2] = acc[b][i];
+                for (int i = 0; i < 4; ++i) partial[warp][b][lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2] = acc[b][i];
             __syncthreads();
             for (int i = threadIdx.x; i < RANK_BLOCKS * kTokens * 8; i += kWarps * 32) {
                 const int b = i / (kTokens * 8);

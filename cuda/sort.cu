@@ -14,17 +14,17 @@ constexpr int kThreads = 512;
 constexpr int kTickets = 2;  // of the two grouped GEMMs that follow
 
 struct Rows {
-    int num_rows;        // num_tokens * choices
-    int max_rows;        // of the captured shape
-    int choices;         // top_k + num_shared
-    int num_experts;     // local experts, then shared ones
-    int buckets;         // adapter slots + 1: bucket 0 is "no adapter"
-    uint16_t* keys;      // [num_rows] expert * buckets + bucket
-    int* prefix;         // [num_experts, buckets] rows of the expert in earlier buckets
-    int* counts;         // [num_experts]
-    int* starts;         // [num_experts] first permuted row
-    int* groups;         // [num_experts] adapter groups
-    int* warp_sums;      // [32]
+    int num_rows;     // num_tokens * choices
+    int max_rows;     // of the captured shape
+    int choices;      // top_k + num_shared
+    int num_experts;  // local experts, then shared ones
+    int buckets;      // adapter slots + 1: bucket 0 is "no adapter"
+    uint16_t* keys;   // [num_rows] expert * buckets + bucket
+    int* prefix;      // [num_experts, buckets] rows of the expert in earlier buckets
+    int* counts;      // [num_experts]
+    int* starts;      // [num_experts] first permuted row
+    int* groups;      // [num_experts] adapter groups
+    int* warp_sums;   // [32]
 };
 
 struct Routing {

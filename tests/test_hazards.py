@@ -18,7 +18,7 @@ def work(label: str, reads: str = "", writes: str = "", waits: bool = False) -> 
 
 # The layer's plans as the design draws them: main is route..finalize, side is the LoRA.
 MAIN = [
-    work("permute", "x topk", "map"),  # 0
+    work("sort", "x topk", "map"),  # 0
     work("gate_up", "x map", "gate_up"),  # 1
     work("activation", "gate_up delta", "act"),  # 2
     work("down", "act map", "down"),  # 3
@@ -131,14 +131,14 @@ def test_a_programmatic_successor_still_starts_after_what_its_predecessor_starte
 
 
 def test_an_early_read_needs_what_its_predecessor_waited_for() -> None:
-    permute = work("permute", "", "p", waits=True)
+    sort = work("sort", "", "p", waits=True)
     gate_up = Work("gate_up", frozenset("p"), frozenset("q"), waits=True, holds=True)
     down = Work("down", frozenset("pq"), frozenset("r"), waits=True, early=frozenset("p"))
     edges = [Edge(0, 1, EARLY), Edge(1, 2, EARLY)]
-    assert find_hazards(Topology([permute, gate_up, down], edges)) == []
+    assert find_hazards(Topology([sort, gate_up, down], edges)) == []
     hasty = replace(gate_up, holds=False)
-    assert [h.buffer for h in find_hazards(Topology([permute, hasty, down], edges))] == ["p"]
-    assert [h.buffer for h in find_hazards(Topology([permute, down], [Edge(0, 1, EARLY)]))] == ["p"]
+    assert [h.buffer for h in find_hazards(Topology([sort, hasty, down], edges))] == ["p"]
+    assert [h.buffer for h in find_hazards(Topology([sort, down], [Edge(0, 1, EARLY)]))] == ["p"]
 
 
 def test_topologies_survive_json() -> None:

@@ -3,9 +3,9 @@
 
 #include "common/mma.cuh"
 
-constexpr int kRankBlock = 8;                // ranks of a block
-constexpr int kFragmentBytes = 256;          // 16 output rows by eight ranks of B: eight bytes a lane
-constexpr int kHRowBytes = kRankBlock * 2;   // eight ranks of one token
+constexpr int kRankBlock = 8;               // ranks of a block
+constexpr int kFragmentBytes = 256;         // 16 output rows by eight ranks of B: eight bytes a lane
+constexpr int kHRowBytes = kRankBlock * 2;  // eight ranks of one token
 
 // h is [R/8, rows, PROJECTIONS, 8]: what one block of ranks needs of consecutive tokens is one run of memory.
 __device__ __forceinline__ int64_t h_offset(int block, int row, int projection, int rows, int projections) {
@@ -18,6 +18,4 @@ __device__ __forceinline__ void expand_gate_up(float (&delta)[4], uint2 b, uint3
     mma_m16n8k8(delta, 0, b.y, h_gate);
     mma_m16n8k8(delta, b.x, 0, h_up);
 }
-__device__ __forceinline__ void expand_down(float (&delta)[4], uint2 b, uint32_t h) {
-    mma_m16n8k8(delta, b.x, b.y, h);
-}
+__device__ __forceinline__ void expand_down(float (&delta)[4], uint2 b, uint32_t h) { mma_m16n8k8(delta, b.x, b.y, h); }
