@@ -34,9 +34,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 deltas[1] = delta[source / 4 + 1];
             }
             const float4* pairs = gate_up + source / 2;
-            *reinterpret_cast<uint4*>(act + block_major_offset(row, feature, rows)) =
-                uint4{two_features(pairs[0], deltas[0].x, deltas[0].y), two_features(pairs[1], deltas[0].z, deltas[0].w),
-                      two_features(pairs[2], deltas[1].x, deltas[1].y), two_features(pairs[3], deltas[1].z, deltas[1].w)};
+            *reinterpret_cast<uint4*>(act + block_major_offset(row, feature, rows)) = uint4{
+                two_features(pairs[0], deltas[0].x, deltas[0].y), two_features(pairs[1], deltas[0].z, deltas[0].w),
+                two_features(pairs[2], deltas[1].x, deltas[1].y), two_features(pairs[3], deltas[1].z, deltas[1].w)};
         }
     }
 }

@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         for (int i = 0; i < kBatch; ++i) {
             const int choice = first + i;
             place[i] = choice < choices ? places[token * choices + choice] : -1;
-            weight[i] = choice < top_k                      ? topk_weights[token * top_k + choice]
+            weight[i] = choice < top_k                       ? topk_weights[token * top_k + choice]
                         : choice < choices && shared_weights ? shared_weights[token]
                                                              : 1.0f;
         }

@@ -6,8 +6,8 @@
 #include "common/layer_args.cuh"
 
 constexpr int kWarps = 8;
-constexpr int kTokens = 4;     // tokens that share one reading of a router row
-constexpr int kElements = 8;   // elements of a 16-byte load
+constexpr int kTokens = 4;    // tokens that share one reading of a router row
+constexpr int kElements = 8;  // elements of a 16-byte load
 
 struct Elements {
     float value[kElements];

@@ -48,10 +48,10 @@ struct Cursor {
 };
 
 struct Gemm {
-    const uint8_t* weights;   // [E_local, k_blocks, row_tiles * BLOCK_M, 64]
-    const uint8_t* tokens;    // [k_blocks, rows, 64]
+    const uint8_t* weights;  // [E_local, k_blocks, row_tiles * BLOCK_M, 64]
+    const uint8_t* tokens;   // [k_blocks, rows, 64]
     const TokenTile* tiles;
-    int* ticket;              // items taken beyond the first of each block; zero at launch
+    int* ticket;  // items taken beyond the first of each block; zero at launch
     int num_items;
     int k_blocks;
     int row_tiles;
@@ -67,7 +67,8 @@ struct Source {
 
     __device__ __forceinline__ Source(const Gemm& gemm, int item) {
         const TokenTile tile = gemm.tiles[item / gemm.row_tiles];
-        weights = gemm.weights + (int64_t(tile.expert) * gemm.k_blocks * gemm.row_tiles + item % gemm.row_tiles) * kWeightBytes;
+        weights = gemm.weights +
+                  (int64_t(tile.expert) * gemm.k_blocks * gemm.row_tiles + item % gemm.row_tiles) * kWeightBytes;
         tokens = gemm.tokens + int64_t(tile.first_row) * kBlockBytes;
         token_bytes = round_up(tile.num_rows, kRowAlign) * kBlockBytes;
     }

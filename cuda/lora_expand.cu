@@ -12,14 +12,14 @@
 
 constexpr int kWarps = 8;
 constexpr int kFragmentBytes = 256;
-constexpr int kTokenTiles = 2;       // of eight tokens each, kept in registers together
-constexpr int kBlocksPerWarp = 2;    // blocks of 16 output rows
+constexpr int kTokenTiles = 2;     // of eight tokens each, kept in registers together
+constexpr int kBlocksPerWarp = 2;  // blocks of 16 output rows
 constexpr int kRankUnroll = 2;
 
 struct Fragments {
-    const uint8_t* b;      // first block of 16 rows of this warp
-    int64_t rank_stride;   // bytes from one block of eight ranks to the next
-    int num_blocks;        // blocks of 16 rows that lie inside the matrix, at most kBlocksPerWarp
+    const uint8_t* b;     // first block of 16 rows of this warp
+    int64_t rank_stride;  // bytes from one block of eight ranks to the next
+    int num_blocks;       // blocks of 16 rows that lie inside the matrix, at most kBlocksPerWarp
 };
 
 using Accumulators = float[kBlocksPerWarp][kTokenTiles][PROJECTIONS][4];

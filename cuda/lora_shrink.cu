@@ -12,9 +12,9 @@
 #include "common/tiles.cuh"
 
 constexpr int kWarps = 8;
-constexpr int kTokens = 16;                       // one M tile
-constexpr int kUnroll = 8 / RANK_BLOCKS;          // K steps of 32 loaded together
-constexpr int kRankBlockBytes = 8 * 32 * 2;       // eight ranks by 32 of K
+constexpr int kTokens = 16;                  // one M tile
+constexpr int kUnroll = 8 / RANK_BLOCKS;     // K steps of 32 loaded together
+constexpr int kRankBlockBytes = 8 * 32 * 2;  // eight ranks by 32 of K
 
 struct Operand {
     const bf16* tokens;  // BlockMajorK [K/64, rows, 64]
@@ -97,8 +97,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 2)
 #pragma unroll
             for (int b = 0; b < RANK_BLOCKS; ++b)
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    partial[warp][b][lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2] = acc[b][i];
+                for (int i = 0; i < 4; ++i) partial[warp][b][lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2] = acc[b][i];
             __syncthreads();
             for (int i = threadIdx.x; i < RANK_BLOCKS * kTokens * 8; i += kWarps * 32) {
                 const int b = i / (kTokens * 8);

@@ -14,16 +14,16 @@ constexpr int kThreads = 256;
 constexpr int kTickets = 2;  // of the two grouped GEMMs that follow
 
 struct Rows {
-    int num_rows;        // num_tokens * choices
-    int max_rows;        // of the captured shape
-    int choices;         // top_k + num_shared
-    int num_experts;     // local experts, then shared ones
-    int buckets;         // adapter slots + 1: bucket 0 is "no adapter"
-    uint16_t* keys;      // [num_rows] expert * buckets + bucket
-    int* prefix;         // [num_experts, buckets] rows of the expert in earlier buckets
-    int* counts;         // [num_experts]
-    int* starts;         // [num_experts] first permuted row
-    int* warp_sums;      // [32]
+    int num_rows;     // num_tokens * choices
+    int max_rows;     // of the captured shape
+    int choices;      // top_k + num_shared
+    int num_experts;  // local experts, then shared ones
+    int buckets;      // adapter slots + 1: bucket 0 is "no adapter"
+    uint16_t* keys;   // [num_rows] expert * buckets + bucket
+    int* prefix;      // [num_experts, buckets] rows of the expert in earlier buckets
+    int* counts;      // [num_experts]
+    int* starts;      // [num_experts] first permuted row
+    int* warp_sums;   // [32]
 };
 
 struct Routing {
@@ -109,8 +109,7 @@ __device__ __forceinline__ void write_tiles(const Rows& rows, int tile_rows, Tok
     int index = block_exclusive_scan(mine, rows.warp_sums, total);
     for (int expert = first; expert < last; ++expert)
         for (int row = 0; row < rows.counts[expert]; row += tile_rows)
-            tiles[index++] =
-                TokenTile{expert, rows.starts[expert] + row, min(tile_rows, rows.counts[expert] - row), 0};
+            tiles[index++] = TokenTile{expert, rows.starts[expert] + row, min(tile_rows, rows.counts[expert] - row), 0};
     if (threadIdx.x == 0) *num_tiles = total;
 }
 

@@ -63,4 +63,6 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
 // Programmatic dependent launch: wait until the grids this one depends on completed and flushed;
 // let the grids that depend on this one start. Without the launch attribute both do nothing.
 __device__ __forceinline__ void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void grid_dependency_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void grid_dependency_launch() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}

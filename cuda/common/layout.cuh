@@ -3,9 +3,9 @@
 
 #include "common/types.cuh"
 
-constexpr int kBlockK = 64;         // elements of one K-block: 128 bytes
-constexpr int kChunk = 8;           // elements of a 16-byte chunk, the unit of the swizzle
-constexpr int kRowAlign = 8;        // permuted rows of an expert are padded to this
+constexpr int kBlockK = 64;   // elements of one K-block: 128 bytes
+constexpr int kChunk = 8;     // elements of a 16-byte chunk, the unit of the swizzle
+constexpr int kRowAlign = 8;  // permuted rows of an expert are padded to this
 constexpr int kBlockBytes = kBlockK * 2;
 
 // Element offset of (row, k) in a swizzled BlockMajorK matrix of `rows` rows: [K/64, rows, 64],
