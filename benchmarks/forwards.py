@@ -12,7 +12,7 @@ from moelet.graphs.buffers import RoutingInput
 from moelet.graphs.capture import CapturedGraph, capture
 from moelet.graphs.engine import DEFAULT_PLAN, MAX_EAGER_TOKENS, GraphOptions
 from moelet.graphs.geometry import Geometry
-from moelet.graphs.pool import GraphPool, Variant
+from moelet.graphs.pool import EAGER_PLAN, GraphPool, Variant
 from moelet.graphs.program import Plan, Program
 from moelet.graphs.residency import ResidentLayer
 from moelet.graphs.staging import Staging
@@ -40,7 +40,7 @@ def forwards_per_graph(spec: LayerSpec, num_tokens: int) -> int:
 
 def engine_plan(num_tokens: int) -> Plan:
     """The plan that an engine with default options runs a LoRA batch of ``num_tokens`` under."""
-    return DEFAULT_PLAN if num_tokens <= GraphOptions().max_decode_tokens else Plan.SINGLE_STREAM
+    return DEFAULT_PLAN if num_tokens <= GraphOptions().max_decode_tokens else EAGER_PLAN
 
 
 class WeightSet:

@@ -87,7 +87,7 @@ def plan_of(engine: GraphEngine, workload: Workload) -> Plan:
     """The plan that the engine runs ``workload`` under."""
     rows = engine.plans(0)
     plan = next((row["plan"] for row in rows if row["tokens"] >= workload.num_tokens), rows[-1]["plan"])
-    return Plan(plan) if workload.lora else Plan.SINGLE_STREAM
+    return Plan(plan) if workload.lora else Plan.FUSED
 
 
 def measured(

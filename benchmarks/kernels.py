@@ -1,18 +1,18 @@
 """Times the kernels of one layer forward one by one, by what each adds to the kernels before it.
 
-A kernel is not timed alone, because alone it is another: the GEMMs take tiles by a ticket that permute sets to zero,
+A kernel is not timed alone, because alone it is another: the GEMMs take tiles by a ticket that the sort sets to zero,
 and start, under programmatic dependent launch, while the kernel before them ends. So the first n launches of every
 forward are captured for each n, as ``bench layer`` captures all of them, and a row is the difference between the
 median of n and that of n - 1. The rows of a forward add up to its time; one that hides behind its predecessor costs
 little, and the first row holds the replay's own start. The ends of differences of two medians are those of the longer.
 
-GB/s are the weights or adapter matrices that the kernel must read (``floor.py``) over that difference; kernels that
-only move activations, which lie in L2, have none.
+GB/s are the weights or adapter matrices that the kernel must read (``floor.py``) over that difference, B among them
+where a GEMM adds the delta itself; kernels that only move activations, which lie in L2, have none.
 """
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from moelet.graphs.kernel import PreparedLaunch
@@ -31,14 +31,16 @@ from .workload import Routing, Workload, random_batches
 
 TOKENS = (1, 16, 64, 256)
 MATRICES = {
-    "gate_up_gemm": "gate_up",
-    "down_gemm": "down",
-    "lora_shrink of gate_up": "a_gate_up",
-    "lora_expand of gate_up": "b_gate_up",
-    "lora_shrink of down": "a_down",
-    "lora_expand of down": "b_down",
+    "gate_up_gemm": ("gate_up",),
+    "down_gemm": ("down",),
+    "lora_shrink of gate_up": ("a_gate_up",),
+    "lora_expand of gate_up": ("b_gate_up",),
+    "lora_shrink of down": ("a_down",),
+    "lora_expand of down": ("b_down",),
 }
-"""The matrix that a launch reads, by its label."""
+"""The matrices that a launch reads, by its label, where the delta is kept apart."""
+FUSED_MATRICES = MATRICES | {"gate_up_gemm": ("gate_up", "b_gate_up"), "down_gemm": ("down", "b_down")}
+"""The same where the GEMMs add the delta."""
 TABLE = Table("T:5 LoRA:13 kernel:24 us:7 MB:8 GB/s:6 so-far:7")
 
 
@@ -49,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     work = made.add_argument_group("work")
     options.lora_options(work)
     work.add_argument("--routing", choices=[each.value for each in Routing], default="uniform")
-    work.add_argument("--plan", choices=[plan.value for plan in Plan], default=Plan.SINGLE_STREAM.value)
+    work.add_argument("--plan", choices=[plan.value for plan in Plan], default=Plan.FUSED.value)
     options.run_options(made, tokens=TOKENS)
     return made
 
@@ -65,6 +67,7 @@ def kernel_rows(
     launches = forwards.programs[0].launches
     check_one_stream(launches)
     matrices = mean_bytes(spec, workload, batches)
+    read = MATRICES if forwards.plan.keeps_delta_apart else FUSED_MATRICES
     before = 0.0
     for number, launch in enumerate(launches, start=1):
         replay = partial(forwards.capture(number).launch, rig.streams.main)
@@ -79,7 +82,7 @@ def kernel_rows(
             "kernel": launch.label,
             "us": round(added, 2),
             "up_to_here": timing.row(),
-            **speed(matrices.get(MATRICES.get(launch.label, "")), added),
+            **speed(bytes_of(read.get(launch.label, ()), matrices), added),
         }
     forwards.close()
 
@@ -87,13 +90,18 @@ def kernel_rows(
 def check_one_stream(launches: Sequence[PreparedLaunch]) -> None:
     """Raise ``ConfigurationError`` unless all ``launches`` follow each other: else their parts cannot be told apart."""
     if {launch.stream.name for launch in launches} != {"main"}:
-        raise ConfigurationError("kernels are timed one by one where all run on one stream: use --plan single_stream")
+        raise ConfigurationError("kernels are timed where all run on one stream: use --plan fused or single_stream")
 
 
 def mean_bytes(spec: LayerSpec, workload: Workload, batches: Sequence[LayerBatch]) -> dict[str, float]:
     """Bytes of each matrix, on average over the routings of ``batches``."""
     counted = [matrix_bytes(spec, Hits.of(spec, batch), workload.rank) for batch in batches]
     return {name: sum(matrices[name] for matrices in counted) / len(counted) for name in counted[0]}
+
+
+def bytes_of(names: Sequence[str], matrices: Mapping[str, float]) -> float | None:
+    """Bytes of the matrices ``names``, None of none."""
+    return sum(matrices[name] for name in names) if names else None
 
 
 def speed(num_bytes: float | None, microseconds: float) -> Row:

@@ -47,7 +47,7 @@ def workloads(chosen: argparse.Namespace, rank: int, *, shared_outer: bool) -> I
 def plans(chosen: argparse.Namespace, workload: Workload) -> list[Plan]:
     """The plans to measure ``workload`` under; without LoRA there is but one."""
     if not workload.lora:
-        return [Plan.SINGLE_STREAM]
+        return [Plan.FUSED]
     if chosen.plan == "auto":
         return [engine_plan(workload.num_tokens)]
     return list(Plan) if chosen.plan == "all" else [Plan(chosen.plan)]

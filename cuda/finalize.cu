@@ -1,7 +1,8 @@
-// out[t] = sum over choices of weight * (down + down_delta), fp32 in choice order, rounded once to bf16.
+// out[t] = sum over choices of weight * down, fp32 in choice order, rounded once to bf16.
 //
 // Choices without a local expert (place -1) contribute nothing. The choices after top_k are the shared
-// experts, weighted by their gate (or by one). Compile-time: LORA.
+// experts, weighted by their gate (or by one). Compile-time: LORA: down is fp32 and its delta apart; their sum is
+// rounded to bf16 first, as the GEMM that adds the delta itself rounds it.
 #include "common/barrier.cuh"
 #include "common/layer_args.cuh"
 
@@ -11,20 +12,48 @@ constexpr int kBatch = LORA ? 4 : 8;  // choices summed together
 
 struct Sum {
     float value[kColumns] = {};
-    __device__ __forceinline__ void add(float weight, const uint4& row, const uint4& delta) {
-        const uint32_t rows[4] = {row.x, row.y, row.z, row.w};
-        const uint32_t deltas[4] = {delta.x, delta.y, delta.z, delta.w};
+    __device__ __forceinline__ void add(float weight, const uint4& row) {
+        const uint32_t pairs[4] = {row.x, row.y, row.z, row.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            value[2 * i] = __fmaf_rn(weight, __fadd_rn(low_half(rows[i]), low_half(deltas[i])), value[2 * i]);
-            value[2 * i + 1] = __fmaf_rn(weight, __fadd_rn(high_half(rows[i]), high_half(deltas[i])), value[2 * i + 1]);
+            value[2 * i] = __fmaf_rn(weight, low_half(pairs[i]), value[2 * i]);
+            value[2 * i + 1] = __fmaf_rn(weight, high_half(pairs[i]), value[2 * i + 1]);
         }
     }
 };
 
+// One choice's row: down as it is, or with its delta.
+#if LORA
+struct Row {
+    float4 down[2];
+    uint4 delta{0, 0, 0, 0};
+    __device__ __forceinline__ void load(const float* down_row, const bf16* delta_row, bool has_adapter) {
+        down[0] = reinterpret_cast<const float4*>(down_row)[0];
+        down[1] = reinterpret_cast<const float4*>(down_row)[1];
+        if (has_adapter) delta = *reinterpret_cast<const uint4*>(delta_row);
+    }
+    __device__ __forceinline__ uint4 total() const {
+        return uint4{pack_bf16(down[0].x + low_half(delta.x), down[0].y + high_half(delta.x)),
+                     pack_bf16(down[0].z + low_half(delta.y), down[0].w + high_half(delta.y)),
+                     pack_bf16(down[1].x + low_half(delta.z), down[1].y + high_half(delta.z)),
+                     pack_bf16(down[1].z + low_half(delta.w), down[1].w + high_half(delta.w))};
+    }
+};
+using DownElement = float;
+#else
+struct Row {
+    uint4 down;
+    __device__ __forceinline__ void load(const bf16* down_row, const bf16*, bool) {
+        down = *reinterpret_cast<const uint4*>(down_row);
+    }
+    __device__ __forceinline__ uint4 total() const { return down; }
+};
+using DownElement = bf16;
+#endif
+
 extern "C" __global__ void __launch_bounds__(kThreads)
     finalize(const LayerArgs* layer, const int* places, const float* topk_weights, const float* shared_weights,
-             const int* token_slots, const bf16* down, const bf16* delta, bf16* out, int top_k, int num_shared,
+             const int* token_slots, const DownElement* down, const bf16* delta, bf16* out, int top_k, int num_shared,
              int hidden_stride) {
     grid_dependency_wait();
     grid_dependency_launch();
@@ -32,9 +61,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int column = (blockIdx.y * kThreads + threadIdx.x) * kColumns;
     if (token >= layer->num_tokens || column >= hidden_stride) return;
     const int choices = top_k + num_shared;
-#if LORA
-    const bool has_adapter = token_slots[token] >= 0;
-#endif
+    const bool has_adapter = LORA && token_slots[token] >= 0;
     Sum sum;
     for (int first = 0; first < choices; first += kBatch) {
         // All of a batch is in flight before the first of it is summed.
@@ -48,21 +75,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                         : choice < choices && shared_weights ? shared_weights[token]
                                                              : 1.0f;
         }
-        uint4 rows[kBatch];
-        uint4 deltas[kBatch];
+        Row rows[kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             const int64_t offset = int64_t(max(place[i], 0)) * hidden_stride + column;
-            deltas[i] = uint4{0, 0, 0, 0};
-            if (place[i] < 0) continue;
-            rows[i] = *reinterpret_cast<const uint4*>(down + offset);
-#if LORA
-            if (has_adapter) deltas[i] = *reinterpret_cast<const uint4*>(delta + offset);
-#endif
+            if (place[i] >= 0) rows[i].load(down + offset, delta + offset, has_adapter);
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i)
-            if (place[i] >= 0) sum.add(weight[i], rows[i], deltas[i]);
+            if (place[i] >= 0) sum.add(weight[i], rows[i].total());
     }
     uint4 packed{pack_bf16(sum.value[0], sum.value[1]), pack_bf16(sum.value[2], sum.value[3]),
                  pack_bf16(sum.value[4], sum.value[5]), pack_bf16(sum.value[6], sum.value[7])};

@@ -7,11 +7,10 @@
 #include "common/barrier.cuh"
 #include "common/layer_args.cuh"
 #include "common/layout.cuh"
-#include "common/mma.cuh"
+#include "common/lora.cuh"
 #include "common/tiles.cuh"
 
 constexpr int kWarps = 8;
-constexpr int kFragmentBytes = 256;
 constexpr int kTokenTiles = 2;     // of eight tokens each, kept in registers together
 constexpr int kBlocksPerWarp = 2;  // blocks of 16 output rows
 constexpr int kRankUnroll = 2;
@@ -22,38 +21,42 @@ struct Fragments {
     int num_blocks;       // blocks of 16 rows that lie inside the matrix, at most kBlocksPerWarp
 };
 
-using Accumulators = float[kBlocksPerWarp][kTokenTiles][PROJECTIONS][4];
+using Accumulators = float[kBlocksPerWarp][kTokenTiles][4];
 
-// Lane l's two h values of token l/4 of tile `tile`, ranks 8 * block + 2 * (l % 4) and the next.
-__device__ __forceinline__ uint32_t load_h(const bf16* h, int stride, int tile, int num_rows, int rank_offset) {
-    const int lane = threadIdx.x % 32;
-    const int token = tile * 8 + lane / 4;
-    return token < num_rows
-               ? *reinterpret_cast<const uint32_t*>(h + int64_t(token) * stride + rank_offset + lane % 4 * 2)
-               : 0;
-}
+struct Hidden {
+    const bf16* h;  // [R/8, rows, PROJECTIONS, 8]
+    int rows;
+    int first_row;
+    int num_rows;
+    // Lane l's two values of token l/4 of tile `tile`: ranks 8 * block + 2 * (l % 4) and the next.
+    __device__ __forceinline__ uint32_t load(int tile, int block, int projection) const {
+        const int lane = threadIdx.x % 32;
+        const int token = tile * 8 + lane / 4;
+        const int64_t offset = h_offset(block, first_row + token, projection, rows, PROJECTIONS) + lane % 4 * 2;
+        return token < num_rows ? *reinterpret_cast<const uint32_t*>(h + offset) : 0;
+    }
+};
 
-__device__ __forceinline__ void accumulate(Accumulators& acc, const Fragments& fragments, const bf16* h, int stride,
-                                           int max_rank, int num_rows, const int (&live)[PROJECTIONS]) {
+__device__ __forceinline__ void accumulate(Accumulators& acc, const Fragments& fragments, const Hidden& hidden,
+                                           const int (&live)[PROJECTIONS]) {
     const int lane = threadIdx.x % 32;
     const int blocks = PROJECTIONS == 2 ? max(live[0], live[PROJECTIONS - 1]) : live[0];
     for (int first = 0; first < blocks; first += kRankUnroll) {
-        uint2 a[kRankUnroll][kBlocksPerWarp];
+        uint2 b[kRankUnroll][kBlocksPerWarp];
         uint32_t x[kRankUnroll][kTokenTiles][PROJECTIONS];
 #pragma unroll
         for (int u = 0; u < kRankUnroll; ++u) {
             const int block = first + u;
 #pragma unroll
             for (int m = 0; m < kBlocksPerWarp; ++m)
-                a[u][m] = block < blocks && m < fragments.num_blocks
+                b[u][m] = block < blocks && m < fragments.num_blocks
                               ? *reinterpret_cast<const uint2*>(fragments.b + block * fragments.rank_stride +
                                                                 m * kFragmentBytes + lane * 8)
                               : uint2{0, 0};
 #pragma unroll
             for (int t = 0; t < kTokenTiles; ++t)
 #pragma unroll
-                for (int p = 0; p < PROJECTIONS; ++p)
-                    x[u][t][p] = block < live[p] ? load_h(h, stride, t, num_rows, p * max_rank + block * 8) : 0;
+                for (int p = 0; p < PROJECTIONS; ++p) x[u][t][p] = block < live[p] ? hidden.load(t, block, p) : 0;
         }
 #pragma unroll
         for (int u = 0; u < kRankUnroll; ++u)
@@ -62,11 +65,9 @@ __device__ __forceinline__ void accumulate(Accumulators& acc, const Fragments& f
 #pragma unroll
                 for (int t = 0; t < kTokenTiles; ++t) {
 #if PROJECTIONS == 2
-                    // Rows l/4 are up, rows l/4 + 8 gate: each kind meets only its own h.
-                    mma_m16n8k8(acc[m][t][0], 0, a[u][m].y, x[u][t][0]);
-                    mma_m16n8k8(acc[m][t][1], a[u][m].x, 0, x[u][t][1]);
+                    expand_gate_up(acc[m][t], b[u][m], x[u][t][0], x[u][t][1]);
 #else
-                    mma_m16n8k8(acc[m][t][0], a[u][m].x, a[u][m].y, x[u][t][0]);
+                    expand_down(acc[m][t], b[u][m], x[u][t][0]);
 #endif
                 }
     }
@@ -79,15 +80,16 @@ __device__ __forceinline__ void store(const Accumulators& acc, uint32_t* delta, 
     for (int m = 0; m < kBlocksPerWarp; ++m) {
         if (m >= num_blocks) break;
         const int block = first_block + m;
-        const int column = PROJECTIONS == 2 ? gate_up_feature(block * 16, lane / 4) : block * 8 + lane / 4;
+        const int column =
+            PROJECTIONS == 2 ? gate_up_feature(block * 16, lane / 4) : down_feature(block * 16, lane / 4) / 2;
 #pragma unroll
         for (int t = 0; t < kTokenTiles; ++t)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int token = t * 8 + lane % 4 * 2 + i;
-                // gate in the low half and up in the high one; or output features 2n and 2n + 1.
-                const float low = PROJECTIONS == 2 ? acc[m][t][0][2 + i] : acc[m][t][0][i];
-                const float high = PROJECTIONS == 2 ? acc[m][t][PROJECTIONS - 1][i] : acc[m][t][0][2 + i];
+                // gate in the low half and up in the high one; or an output feature and the next.
+                const float low = PROJECTIONS == 2 ? acc[m][t][2 + i] : acc[m][t][i];
+                const float high = PROJECTIONS == 2 ? acc[m][t][i] : acc[m][t][2 + i];
                 if (token < num_rows) delta[int64_t(token) * stride + column] = pack_bf16(low, high);
             }
     }
@@ -95,13 +97,12 @@ __device__ __forceinline__ void store(const Accumulators& acc, uint32_t* delta, 
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32, 2)
     lora_expand(const LayerArgs* layer, const LoraGroup* groups, const int* num_groups, const bf16* h, uint32_t* delta,
-                int num_experts, int row_blocks, int max_rank) {
+                int num_experts, int row_blocks, int rows, int max_rank) {
     grid_dependency_wait();
     grid_dependency_launch();
     const int warp = threadIdx.x / 32;
     const int chunks = ceil_div(row_blocks, kWarps * kBlocksPerWarp);
     const int num_items = *num_groups * chunks;
-    const int h_stride = PROJECTIONS * max_rank;
     const int delta_stride = row_blocks * 8;
     const int64_t rank_stride = int64_t(row_blocks) * kFragmentBytes;
     const int64_t expert_bytes = rank_stride * (max_rank / 8);
@@ -122,10 +123,10 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 2)
                                   rank_stride, num_blocks};
         for (int row = 0; row < group.num_rows; row += 8 * kTokenTiles) {
             const int num_rows = min(8 * kTokenTiles, group.num_rows - row);
-            const int64_t first_row = group.first_row + row;
+            const int first_row = group.first_row + row;
             Accumulators acc = {};
-            accumulate(acc, fragments, h + first_row * h_stride, h_stride, max_rank, num_rows, live);
-            store(acc, delta + first_row * delta_stride, delta_stride, first_block, num_blocks, num_rows);
+            accumulate(acc, fragments, Hidden{h, rows, first_row, num_rows}, live);
+            store(acc, delta + int64_t(first_row) * delta_stride, delta_stride, first_block, num_blocks, num_rows);
         }
     }
 }

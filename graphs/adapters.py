@@ -52,14 +52,14 @@ def pack_a(a: Tensor, k_stride: int) -> Tensor:
 def pack_b_down(b: Tensor, features: int) -> Tensor:
     """``b`` bf16 ``[E, H, r]`` as fragments of m16n8k8: ``[E, r/8, features/16, 8, 4, 2, 2]``.
 
-    Rows i and i + 8 of a block of 16 are output features 2i and 2i + 1 of it; a lane (i, c) holds ranks 2c and 2c + 1
-    of both.
+    Rows i and i + 8 of block n are output features ``32 * (n // 2) + 4 * i + 2 * (n % 2)`` and the next, as in the
+    accumulators of the down GEMM; a lane (i, c) holds ranks 2c and 2c + 1 of both.
     """
     experts, out, rank = b.shape
     padded = b.new_zeros(experts, features, round_up(rank, RANK_BLOCK))
     padded[:, :out, :rank] = b
-    blocks = padded.view(experts, features // 16, 8, 2, -1, 4, 2)
-    return blocks.permute(0, 4, 1, 2, 5, 3, 6).contiguous()
+    blocks = padded.view(experts, features // 32, 8, 2, 2, -1, 4, 2)
+    return blocks.permute(0, 5, 1, 3, 2, 6, 4, 7).contiguous()
 
 
 def pack_b_gate_up(gate: Tensor, up: Tensor, features: int) -> Tensor:

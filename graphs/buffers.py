@@ -8,7 +8,7 @@ import torch
 
 from ..layer.layout import round_up
 from .arena import ArenaPlan, BufferSpec
-from .geometry import BLOCK_K, Geometry, token_tile
+from .geometry import BLOCK_K, RANK_BLOCK, Geometry, token_tile
 
 LAYER_POINTERS = (
     "gate_up",
@@ -30,10 +30,10 @@ LORA_ENTRY = np.dtype(
     [("rank", np.int32, 3), ("scaling", np.float32, 3), ("shared_a", np.int32), ("shared_b", np.int32)], align=True
 )
 """Twin of ``LoraEntry`` in cuda/common/layer_args.cuh."""
-TOKEN_TILE = np.dtype([(name, np.int32) for name in ("expert", "first_row", "num_rows", "reserved")], align=True)
-"""Twin of ``TokenTile`` in cuda/common/gemm_tile.cuh."""
+TOKEN_TILE = np.dtype([(name, np.int32) for name in ("expert", "first_row", "num_rows", "groups")], align=True)
+"""Twin of ``TokenTile`` in cuda/common/tiles.cuh."""
 LORA_GROUP = np.dtype([(name, np.int32) for name in ("expert", "slot", "first_row", "num_rows")], align=True)
-"""Twin of ``LoraGroup`` in cuda/common/gemm_tile.cuh."""
+"""Twin of ``LoraGroup`` in cuda/common/tiles.cuh."""
 
 INPUT_ALIGNMENT = 256
 
@@ -86,7 +86,7 @@ def plan_buffers(geometry: Geometry, num_tokens: int, *, lora: bool) -> ArenaPla
     """The buffers of one captured shape, by name.
 
     ``input`` is the largest of the input layouts; ``places`` maps slot rows to permuted rows. LoRA's buffers exist
-    only where ``lora`` is set.
+    only where ``lora`` is set; those of the plans that keep the delta apart among them.
     """
     rows = geometry.rows(num_tokens)
     slot_rows = max(num_tokens * geometry.choices, 1)
@@ -115,9 +115,10 @@ def plan_buffers(geometry: Geometry, num_tokens: int, *, lora: bool) -> ArenaPla
             BufferSpec("groups", (geometry.lora_groups(num_tokens), 4), word),
             BufferSpec("num_groups", (1,), word),
             BufferSpec("gate_up", (rows, geometry.intermediate_stride, 2), single),
-            BufferSpec("gate_up_h", (rows, 2, rank), half),
+            BufferSpec("gate_up_h", (rank // RANK_BLOCK, rows, 2, RANK_BLOCK), half),
             BufferSpec("gate_up_delta", (rows, geometry.intermediate_stride, 2), half),
-            BufferSpec("down_h", (rows, rank), half),
+            BufferSpec("down_h", (rank // RANK_BLOCK, rows, 1, RANK_BLOCK), half),
+            BufferSpec("down_sums", (rows, geometry.output_stride), single),
             BufferSpec("down_delta", (rows, geometry.output_stride), half),
         ]
     return ArenaPlan(f"{num_tokens} tokens{', LoRA' if lora else ''}", buffers)

@@ -19,7 +19,7 @@ from .driver import Device, open_device
 from .geometry import Geometry
 from .kernels import Kernels
 from .memory import DeviceBuffer
-from .pool import GraphPool, Runnable, arena_memory
+from .pool import EAGER_PLAN, GraphPool, Runnable, arena_memory
 from .program import Plan
 from .residency import ResidentLayer, router_matrix
 from .staging import Staging, routing_input
@@ -31,7 +31,7 @@ DECODE_SHAPES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MAX_EAGER_TOKENS = 2048
 """Tokens of the largest eager forward; a larger batch runs in parts of this, with the same bits."""
 MAX_KEYS = 0xFFFF
-"""What permute's 16-bit sort keys hold: experts times (slots + 1)."""
+"""What the sort's 16-bit keys hold: experts times (slots + 1)."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many steps of it are done, and of how many."""
@@ -42,7 +42,7 @@ class GraphOptions:
     """How a ``GraphEngine`` is set up.
 
     ``decode_shapes`` are the captured token counts; what lies above ``max_decode_tokens`` runs eagerly.
-    ``plan`` is that of every LoRA shape; None chooses by shape.
+    ``plan`` is that of every captured LoRA shape; None: ``DEFAULT_PLAN``.
     """
 
     max_loras: int = 8
@@ -66,7 +66,7 @@ class GraphOptions:
         return max(self.max_eager_tokens, self.max_decode_tokens + 1)
 
 
-DEFAULT_PLAN = Plan.TWO_STREAM_OVERLAP_DOWN
+DEFAULT_PLAN = Plan.FUSED
 """The plan of shapes with adapters when none is asked for."""
 
 
@@ -157,7 +157,7 @@ class GraphEngine:
             raise RequestError(f"1 to {self._options.eager_tokens} tokens can stay unfinalized, got {batch.num_tokens}")
         runnable = self._run(batch)
         self._streams.main.synchronize()
-        return read_unfinalized(self._layers[batch.layer].geometry, batch, runnable.variant, runnable.arena)
+        return read_unfinalized(self._layers[batch.layer].geometry, batch, runnable)
 
     def _forward(self, batch: LayerBatch) -> Tensor:
         runnable = self._run(batch)
@@ -192,7 +192,7 @@ class GraphEngine:
             {
                 "tokens": self._options.eager_tokens,
                 "captured": False,
-                "plan": Plan.SINGLE_STREAM.value,
+                "plan": EAGER_PLAN.value,
                 "why": f"more than {self._shapes[-1]} tokens run eagerly on one stream",
             }
         )

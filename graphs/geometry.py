@@ -15,6 +15,8 @@ RANK_BLOCK = 8
 """Ranks are stored and read in blocks of this."""
 EXCLUSIVE_BYTES = 114 << 10
 """Shared memory that keeps a second GEMM block off an SM: two on one would leave another idle."""
+LORA_ENTRIES = 8
+"""Blocks of ranks that one LoRA stage of a GEMM holds."""
 TOKEN_TILES = (8, 16, 32, 64, 128)
 """Tokens that one tile of a grouped GEMM can hold; the kernel is specialised for each."""
 
@@ -125,20 +127,25 @@ class GemmConfig:
     max_n: int
     stages: int
 
-    @property
-    def threads(self) -> int:
-        """Threads of a block: two for each weight row, and the producer's warp."""
-        return 2 * self.block_m + 32
+    def threads(self, *, lora: bool) -> int:
+        """Threads of a block: two for each weight row, a producing warp, and with ``lora`` one more."""
+        return 2 * self.block_m + 32 * (1 + lora)
 
-    def shared_bytes(self, *, staging: bool) -> int:
-        """Dynamic shared memory of a block; ``staging`` where the epilogue makes activations."""
+    def shared_bytes(self, *, staging: bool, lora_projections: int = 0) -> int:
+        """Dynamic shared memory of a block; ``staging`` where the epilogue makes activations, ``lora_projections``
+        (2 for gate_up, 1 for down) where it adds the LoRA delta."""
         token_bytes = round_up(self.max_n * BLOCK_K * 2, 1024)
-        stage_bytes = self.block_m * BLOCK_K * 2 + token_bytes
-        barrier_bytes = self.stages * (8 + 8 + 4)
-        needed = self.stages * stage_bytes + (token_bytes if staging else 0) + round_up(barrier_bytes, 16)
-        return max(needed, EXCLUSIVE_BYTES)
+        needed = self.stages * (self.block_m * BLOCK_K * 2 + token_bytes) + (token_bytes if staging else 0)
+        if lora_projections:
+            h_blocks = 4 if self.max_n > 64 else 8
+            fragments = LORA_ENTRIES * self.block_m // 16 * 256
+            needed += 2 * (fragments + h_blocks * self.max_n * lora_projections * RANK_BLOCK * 2)
+        ring_bytes = self.stages * (8 + 8 + 4)
+        lora_ring_bytes = 2 * (8 + 8 + 8 + 8 + 4 + 4 + 4 + LORA_ENTRIES * 8)
+        return max(needed + round_up(ring_bytes, 16) + round_up(lora_ring_bytes, 16), EXCLUSIVE_BYTES)
 
 
-def gemm_config(tile: int) -> GemmConfig:
-    """The configuration for token tiles of ``tile``: six stages keep 96 KiB of weights in flight on every SM."""
-    return GemmConfig(block_m=128, max_n=tile, stages=6)
+def gemm_config(tile: int, *, lora: bool = False) -> GemmConfig:
+    """The configuration for token tiles of ``tile``: six stages keep 96 KiB of weights in flight on every SM. The
+    widest tile with LoRA leaves room for four."""
+    return GemmConfig(block_m=128, max_n=tile, stages=4 if lora and tile > 64 else 6)

@@ -8,7 +8,7 @@ from .cubins import CubinStore
 from .geometry import GemmConfig, Geometry, gemm_config
 from .kernel import Kernel
 
-EPILOGUE_GATE_UP, EPILOGUE_ACTIVATION, EPILOGUE_DOWN = 0, 1, 2
+EPILOGUE_GATE_UP, EPILOGUE_ACTIVATION, EPILOGUE_DOWN, EPILOGUE_DOWN_FP32 = 0, 1, 2, 3
 RANK_BLOCKS = 2
 """Blocks of eight ranks that one block of the shrink kernel takes."""
 METHODS = {
@@ -20,16 +20,27 @@ PER_LANE = (1, 2, 4, 8, 16, 32)
 """Experts a lane that the route kernel is specialised for: up to 1024 experts."""
 
 
-def permute() -> Specialisation:
-    """The permute kernel."""
-    return Specialisation("permute.cu")
+def sort() -> Specialisation:
+    """The sort of slot rows by expert and adapter slot."""
+    return Specialisation("sort.cu")
 
 
-def grouped_gemm(config: GemmConfig, epilogue: int) -> Specialisation:
-    """A grouped GEMM of one tile configuration and epilogue."""
+def gather() -> Specialisation:
+    """The gather of hidden states to their places."""
+    return Specialisation("gather.cu")
+
+
+def grouped_gemm(config: GemmConfig, epilogue: int, *, lora: bool) -> Specialisation:
+    """A grouped GEMM of one tile configuration and epilogue; ``lora`` where it adds the delta itself."""
     return Specialisation(
         "grouped_gemm.cu",
-        {"BLOCK_M": config.block_m, "MAX_N": config.max_n, "STAGES": config.stages, "EPILOGUE": epilogue},
+        {
+            "BLOCK_M": config.block_m,
+            "MAX_N": config.max_n,
+            "STAGES": config.stages,
+            "EPILOGUE": epilogue,
+            "LORA": int(lora),
+        },
     )
 
 
@@ -49,7 +60,7 @@ def activation() -> Specialisation:
 
 
 def finalize(lora: bool) -> Specialisation:
-    """The weighted sum over a token's choices, with or without the down LoRA's delta."""
+    """The weighted sum over a token's choices; ``lora`` where the down LoRA's delta is still apart."""
     return Specialisation("finalize.cu", {"LORA": int(lora)})
 
 
@@ -75,15 +86,20 @@ def stream_read(stage_bytes: int, stages: int) -> Specialisation:
 
 
 def for_tiles(tiles: Iterable[int], *, lora: bool) -> list[Specialisation]:
-    """The grouped GEMMs of token tiles ``tiles``."""
-    epilogues = (EPILOGUE_ACTIVATION, EPILOGUE_DOWN, EPILOGUE_GATE_UP)[: 3 if lora else 2]
-    return [grouped_gemm(gemm_config(tile), epilogue) for tile in tiles for epilogue in epilogues]
+    """The grouped GEMMs of token tiles ``tiles``: those of base batches and, for ``lora``, those of every plan."""
+    variants = [(EPILOGUE_ACTIVATION, False), (EPILOGUE_DOWN, False)]
+    if lora:
+        variants += [(EPILOGUE_ACTIVATION, True), (EPILOGUE_DOWN, True)]
+        variants += [(EPILOGUE_GATE_UP, False), (EPILOGUE_DOWN_FP32, False)]
+    return [
+        grouped_gemm(gemm_config(tile, lora=adds), epilogue, lora=adds) for tile in tiles for epilogue, adds in variants
+    ]
 
 
 def for_geometry(geometry: Geometry, tiles: Iterable[int]) -> list[Specialisation]:
     """All that a geometry needs for token tiles ``tiles``, with and without LoRA."""
     lora = geometry.max_loras > 0
-    found = [permute(), *for_tiles(tiles, lora=lora), finalize(False)]
+    found = [sort(), gather(), *for_tiles(tiles, lora=lora), finalize(False)]
     found += [gate(geometry.router_fp32, geometry.shared_gated), route(geometry.routing.method, geometry.num_experts)]
     if lora:
         found += [lora_shrink(2), lora_shrink(1), lora_expand(2), lora_expand(1), activation(), finalize(True)]

@@ -3,21 +3,19 @@
 from . import kernels
 from .arguments import float32, int32, int64, pointer
 from .buffers import RoutingInput
-from .compiler import Specialisation
 from .geometry import gemm_config
 from .kernel import PreparedLaunch
-from .site import Site
+from .lora_launches import DOWN, GATE_UP, LoraLaunches
 from .streams import Stream
 
 GATE_TOKENS, GATE_WARPS = 4, 8
 ROUTE_WARPS = 4
-PERMUTE_WARPS = 8
+SORT_WARPS = 16
+GATHER_WARPS = 4
 FINALIZE_COLUMNS = 128 * 8
-GATE_UP, DOWN = 2, 1
-"""Projections of the two halves of the layer's LoRA."""
 
 
-class Launches(Site):
+class Launches(LoraLaunches):
     """Makes the launches of one captured shape. Methods name the kernel; ``stream`` is where it runs."""
 
     __slots__ = ()
@@ -72,28 +70,24 @@ class Launches(Site):
             writes=frozenset({"routed_ids", "routed_weights"}),
         )
 
-    def permute(self, stream: Stream) -> PreparedLaunch:
-        """Places of all slot rows, their hidden states in BlockMajorK, token tiles and adapter groups."""
+    def sort(self, stream: Stream) -> PreparedLaunch:
+        """Places of all slot rows, token tiles and adapter groups; also resets the GEMMs' tickets."""
         geometry = self.geometry
         slots = geometry.max_loras if self.lora else 0
-        slot_rows = self.num_tokens * geometry.choices
-        counters = 32 + 2 * geometry.experts + geometry.experts * (slots + 1)
-        shared_bytes = 4 * counters + 2 * slot_rows
-        blocks = min(-(-slot_rows // PERMUTE_WARPS), 2 * self.sm_count)
+        counters = 32 + geometry.experts * (3 + slots + 1)
+        blocks = min(max(-(-self.slot_rows // SORT_WARPS), 1 + self.lora), self.sm_count)
         lora_writes = {"row_slots", "groups", "num_groups"} if self.lora else set()
-        return self.kernels.get(kernels.permute(), dynamic=True).prepare(
+        return self.kernels.get(kernels.sort(), dynamic=True).prepare(
             grid=(blocks, 1, 1),
-            block=(PERMUTE_WARPS * 32, 1, 1),
-            dynamic_shared_bytes=shared_bytes,
+            block=(SORT_WARPS * 32, 1, 1),
+            dynamic_shared_bytes=4 * counters + 2 * self.slot_rows,
             stream=stream,
             arguments={
                 "layer": self.layer,
-                "hidden": self.input("hidden_states"),
                 "topk_ids": self.topk_ids,
                 "token_slots": self.input("token_slots"),
                 "places": self.buffer("places"),
                 "row_slots": self.lora_buffer("row_slots"),
-                "tokens": self.buffer("tokens"),
                 "tiles": self.buffer("tiles"),
                 "num_tiles": self.buffer("num_tiles"),
                 "groups": self.lora_buffer("groups"),
@@ -104,71 +98,55 @@ class Launches(Site):
                 "local_offset": int32(geometry.local_expert_offset),
                 "num_local": int32(geometry.num_local_experts),
                 "num_slots": int32(slots),
-                "k_blocks": int32(geometry.hidden_blocks),
-                "padded_rows": int32(self.rows),
                 "tile_rows": int32(self.tile),
                 "max_tokens": int32(self.num_tokens),
             },
             waits=True,
+            holds=True,
             reads=self.routing_reads,
-            writes=frozenset({"places", "tokens", "tiles", "num_tiles", "tickets"} | lora_writes),
+            writes=frozenset({"places", "tiles", "num_tiles", "tickets"} | lora_writes),
         )
 
-    def gate_up_gemm(self, stream: Stream) -> PreparedLaunch:
-        """The gate_up GEMM: with its activation where there is no LoRA, else the raw pairs."""
-        epilogue = kernels.EPILOGUE_GATE_UP if self.lora else kernels.EPILOGUE_ACTIVATION
-        return self._gemm(stream, epilogue, "tokens", "gate_up" if self.lora else "act")
-
-    def down_gemm(self, stream: Stream) -> PreparedLaunch:
-        """The down GEMM."""
-        return self._gemm(stream, kernels.EPILOGUE_DOWN, "act", "down")
-
-    def activation(self, stream: Stream) -> PreparedLaunch:
-        """The activation over raw pairs and the LoRA delta."""
+    def gather(self, stream: Stream) -> PreparedLaunch:
+        """Hidden states of all slot rows at their places, in BlockMajorK."""
         geometry = self.geometry
-        items = geometry.token_tiles(self.num_tokens, self.tile) * geometry.intermediate_blocks
-        return self.kernels.get(kernels.activation()).prepare(
-            grid=(min(items, 8 * self.sm_count), 1, 1),
-            block=(256, 1, 1),
+        return self.kernels.get(kernels.gather()).prepare(
+            grid=(-(-self.slot_rows // GATHER_WARPS), 1, 1),
+            block=(GATHER_WARPS * 32, 1, 1),
             stream=stream,
             arguments={
-                "tiles": self.buffer("tiles"),
-                "num_tiles": self.buffer("num_tiles"),
-                "row_slots": self.buffer("row_slots"),
-                "gate_up": self.buffer("gate_up"),
-                "delta": self.buffer("gate_up_delta"),
-                "act": self.buffer("act"),
-                "intermediate_blocks": int32(geometry.intermediate_blocks),
-                "rows": int32(self.rows),
+                "hidden": self.input("hidden_states"),
+                "places": self.buffer("places"),
+                "tokens": self.buffer("tokens"),
+                "choices": int32(geometry.choices),
+                "k_blocks": int32(geometry.hidden_blocks),
+                "padded_rows": int32(self.rows),
+                "max_rows": int32(self.slot_rows),
             },
             waits=True,
             holds=True,
-            reads=frozenset({"tiles", "num_tiles", "row_slots", "gate_up", "gate_up_delta"}),
-            writes=frozenset({"act"}),
+            programmatic=True,
+            reads=frozenset({"input", "places"}),
+            early=frozenset({"input"}),
+            writes=frozenset({"tokens"}),
         )
 
-    def lora_shrink(self, stream: Stream, projections: int) -> PreparedLaunch:
-        """h = scaling * A x of gate and up (``GATE_UP``) or of down (``DOWN``)."""
-        geometry = self.geometry
-        source, target = ("tokens", "gate_up_h") if projections == GATE_UP else ("act", "down_h")
-        blocks = geometry.hidden_blocks if projections == GATE_UP else geometry.intermediate_blocks
-        chunks = -(-geometry.max_lora_rank // (8 * kernels.RANK_BLOCKS)) * projections
-        return self._lora(stream, kernels.lora_shrink(projections), chunks, source, target, "k_steps", 2 * blocks)
+    def gate_up_gemm(self, stream: Stream, *, fused: bool) -> PreparedLaunch:
+        """The gate_up GEMM: ``fused`` with delta and activation, else the raw pairs."""
+        epilogue = kernels.EPILOGUE_ACTIVATION if fused else kernels.EPILOGUE_GATE_UP
+        return self._gemm(stream, epilogue, "tokens", "act" if fused else "gate_up", "gate_up_h")
 
-    def lora_expand(self, stream: Stream, projections: int) -> PreparedLaunch:
-        """delta = B h of gate and up (``GATE_UP``) or of down (``DOWN``)."""
-        geometry = self.geometry
-        source, target = ("gate_up_h", "gate_up_delta") if projections == GATE_UP else ("down_h", "down_delta")
-        features = geometry.intermediate_stride * 2 if projections == GATE_UP else geometry.output_stride
-        row_blocks = features // 16
-        chunks = -(-row_blocks // 16)
-        return self._lora(stream, kernels.lora_expand(projections), chunks, source, target, "row_blocks", row_blocks)
+    def down_gemm(self, stream: Stream, *, fused: bool) -> PreparedLaunch:
+        """The down GEMM: ``fused`` with its delta, rounded, else the fp32 sums."""
+        epilogue = kernels.EPILOGUE_DOWN if fused else kernels.EPILOGUE_DOWN_FP32
+        return self._gemm(stream, epilogue, "act", "down" if fused else "down_sums", "down_h")
 
-    def finalize(self, stream: Stream) -> PreparedLaunch:
-        """The weighted sum over choices, with the down LoRA's delta where there is one."""
+    def finalize(self, stream: Stream, *, fused: bool) -> PreparedLaunch:
+        """The weighted sum over choices; unless ``fused`` it adds the down LoRA's delta first."""
         geometry = self.geometry
-        lora_reads = {"down_delta"} if self.lora else set()
-        return self.kernels.get(kernels.finalize(self.lora)).prepare(
+        source = "down" if fused else "down_sums"
+        lora_reads = set() if fused else {"down_delta"}
+        return self.kernels.get(kernels.finalize(not fused)).prepare(
             grid=(self.num_tokens, -(-geometry.output_stride // FINALIZE_COLUMNS), 1),
             block=(128, 1, 1),
             stream=stream,
@@ -178,16 +156,16 @@ class Launches(Site):
                 "topk_weights": self.topk_weights,
                 "shared_weights": self.buffer("shared_weights") if geometry.shared_gated else pointer(0),
                 "token_slots": self.input("token_slots"),
-                "down": self.buffer("down"),
-                "delta": self.lora_buffer("down_delta"),
+                "down": self.buffer(source),
+                "delta": pointer(0) if fused else self.buffer("down_delta"),
                 "out": self.buffer("output"),
                 "top_k": int32(geometry.top_k),
                 "num_shared": int32(geometry.num_shared),
                 "hidden_stride": int32(geometry.output_stride),
             },
             waits=True,
-            programmatic=not self.lora,
-            reads=self.routing_reads | {"places", "shared_weights", "down"} | lora_reads,
+            programmatic=fused,
+            reads=self.routing_reads | {"places", "shared_weights", source} | lora_reads,
             writes=frozenset({"output"}),
         )
 
@@ -197,18 +175,22 @@ class Launches(Site):
             grid=(1, 1, 1), block=(1, 1, 1), stream=stream, arguments={"cycles": int64(cycles)}, waits=True
         )
 
-    def _gemm(self, stream: Stream, epilogue: int, source: str, target: str) -> PreparedLaunch:
+    def _gemm(self, stream: Stream, epilogue: int, source: str, target: str, h: str) -> PreparedLaunch:
         geometry = self.geometry
-        config = gemm_config(self.tile)
-        down = epilogue == kernels.EPILOGUE_DOWN
-        rows_out = geometry.output_stride if down else 2 * geometry.intermediate_stride
-        row_tiles = rows_out // config.block_m
-        staging = epilogue == kernels.EPILOGUE_ACTIVATION
-        shared_bytes = config.shared_bytes(staging=staging)
+        fused = epilogue in (kernels.EPILOGUE_ACTIVATION, kernels.EPILOGUE_DOWN)
+        down = epilogue in (kernels.EPILOGUE_DOWN, kernels.EPILOGUE_DOWN_FP32)
+        adds_delta = self.lora and fused
+        config = gemm_config(self.tile, lora=adds_delta)
+        row_tiles = (geometry.output_stride if down else 2 * geometry.intermediate_stride) // config.block_m
+        shared_bytes = config.shared_bytes(
+            staging=epilogue == kernels.EPILOGUE_ACTIVATION,
+            lora_projections=(DOWN if down else GATE_UP) if adds_delta else 0,
+        )
         items = geometry.token_tiles(self.num_tokens, self.tile) * row_tiles
-        return self.kernels.get(kernels.grouped_gemm(config, epilogue), dynamic=True).prepare(
+        early = {"input", "tiles", "num_tiles"} | ({"groups"} if adds_delta else set())
+        return self.kernels.get(kernels.grouped_gemm(config, epilogue, lora=adds_delta), dynamic=True).prepare(
             grid=(min(items, self.sm_count), 1, 1),
-            block=(config.threads, 1, 1),
+            block=(config.threads(lora=adds_delta), 1, 1),
             dynamic_shared_bytes=shared_bytes,
             stream=stream,
             arguments={
@@ -216,53 +198,21 @@ class Launches(Site):
                 "tokens": self.buffer(source),
                 "tiles": self.buffer("tiles"),
                 "num_tiles": self.buffer("num_tiles"),
+                "groups": self.buffer("groups") if adds_delta else pointer(0),
+                "h": self.buffer(h) if adds_delta else pointer(0),
                 "ticket": pointer(self.arena.pointer("tickets") + 4 * down),
                 "out": self.buffer(target),
+                "num_experts": int32(geometry.experts),
                 "k_blocks": int32(geometry.intermediate_blocks if down else geometry.hidden_blocks),
                 "row_tiles": int32(row_tiles),
                 "rows": int32(self.rows),
+                "max_rank": int32(geometry.max_lora_rank),
                 "out_stride": int32(geometry.output_stride if down else geometry.intermediate_stride),
             },
             waits=True,
             programmatic=True,
-            reads=frozenset({"input", source, "tiles", "num_tiles"}),
+            early=frozenset(early),
+            reads=frozenset(early | {source} | ({h} if adds_delta else set())),
             writes=frozenset({target, "tickets"}),
-            early=frozenset({"input", "tiles", "num_tiles"} if down else ()),
-            holds=not down,
             label="down_gemm" if down else "gate_up_gemm",
-        )
-
-    def _lora(
-        self,
-        stream: Stream,
-        specialisation: Specialisation,
-        chunks: int,
-        source: str,
-        target: str,
-        size_name: str,
-        size: int,
-    ) -> PreparedLaunch:
-        geometry = self.geometry
-        items = geometry.lora_groups(self.num_tokens) * chunks
-        shrink = size_name == "k_steps"
-        rows = {"rows": int32(self.rows)} if shrink else {}
-        return self.kernels.get(specialisation).prepare(
-            grid=(min(items, self.sm_count), 1, 1),
-            block=(256, 1, 1),
-            stream=stream,
-            arguments={
-                "layer": self.layer,
-                "groups": self.buffer("groups"),
-                "num_groups": self.buffer("num_groups"),
-                "source": self.buffer(source),
-                "target": self.buffer(target),
-                "num_experts": int32(geometry.experts),
-                size_name: int32(size),
-                **rows,
-                "max_rank": int32(geometry.max_lora_rank),
-            },
-            waits=True,
-            reads=frozenset({"input", "groups", "num_groups", source}),
-            writes=frozenset({target}),
-            label=f"{specialisation.kernel} of {'gate_up' if 'gate_up' in target else 'down'}",
         )

@@ -13,6 +13,9 @@ from .memory import DeviceBuffer
 from .program import Plan, Program, build_program
 from .streams import Events, Stream, Streams
 
+EAGER_PLAN = Plan.FUSED
+"""The plan of what is not captured: one stream."""
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:
@@ -82,7 +85,7 @@ class GraphPool:
     def prepare(self, variant: Variant) -> None:
         """Build the variant's program and, for a decode shape, capture it. Call for each of ``variants`` in order."""
         captured = variant.num_tokens != self.eager_tokens
-        plan = self._plan_of(variant.num_tokens) if captured else Plan.SINGLE_STREAM
+        plan = self._plan_of(variant.num_tokens) if captured else EAGER_PLAN
         self._runnables[variant] = self.build(variant, plan, captured=captured)
 
     def build(

@@ -6,18 +6,28 @@ from enum import StrEnum
 
 from .buffers import RoutingInput
 from .kernel import PreparedLaunch
-from .launches import DOWN, GATE_UP, Launches
+from .launches import Launches
+from .lora_launches import DOWN, GATE_UP
 from .streams import Event, Events, Stream, Streams
 
 Step = Callable[[], None]
 
 
 class Plan(StrEnum):
-    """What runs where; every plan gives the same bits."""
+    """What runs where; every plan gives the same bits.
+
+    ``FUSED``: the expands are the last stages of the GEMMs, whose first weights stream in while the shrinks run.
+    """
 
     SINGLE_STREAM = "single_stream"
     TWO_STREAM = "two_stream"
     TWO_STREAM_OVERLAP_DOWN = "two_stream_overlap_down"
+    FUSED = "fused"
+
+    @property
+    def keeps_delta_apart(self) -> bool:
+        """Whether LoRA deltas are buffers of their own, added by the activation and by finalize."""
+        return self is not Plan.FUSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +85,15 @@ def build_program(
     """The program of ``launches``' shape under ``plan``; without LoRA there is one stream whatever the plan."""
     build = _Builder(launches, streams, events, delays or {})
     _route(build)
-    build.launch(build.make.permute(build.main))
-    if not launches.lora:
-        _base(build)
+    build.launch(build.make.sort(build.main))
+    build.launch(build.make.gather(build.main))
+    if not launches.lora or plan is Plan.FUSED:
+        _fused(build)
     elif plan is Plan.SINGLE_STREAM:
         _single_stream(build)
     else:
         _two_stream(build, overlap_down=plan is Plan.TWO_STREAM_OVERLAP_DOWN)
-    return build.program(plan if launches.lora else Plan.SINGLE_STREAM)
+    return build.program(plan if launches.lora else Plan.FUSED)
 
 
 def _route(build: _Builder) -> None:
@@ -93,43 +104,49 @@ def _route(build: _Builder) -> None:
         build.launch(make.route(build.main))
 
 
-def _base(build: _Builder) -> None:
-    build.launch(build.make.gate_up_gemm(build.main))
-    build.launch(build.make.down_gemm(build.main))
-    build.record(build.events.gemm2_done, build.main)
-    build.launch(build.make.finalize(build.main))
+def _fused(build: _Builder) -> None:
+    """One chain of programmatic launches; without LoRA it is the base layer."""
+    make, main = build.make, build.main
+    if make.lora:
+        build.launch(make.lora_shrink(main, GATE_UP, programmatic=True))
+    build.launch(make.gate_up_gemm(main, fused=True))
+    if make.lora:
+        build.launch(make.lora_shrink(main, DOWN, programmatic=True))
+    build.launch(make.down_gemm(main, fused=True))
+    build.record(build.events.gemm2_done, main)
+    build.launch(make.finalize(main, fused=True))
 
 
 def _single_stream(build: _Builder) -> None:
     make, main = build.make, build.main
     _lora(build, main, GATE_UP)
-    build.launch(make.gate_up_gemm(main))
+    build.launch(make.gate_up_gemm(main, fused=False))
     build.launch(make.activation(main))
-    build.launch(make.down_gemm(main))
+    build.launch(make.down_gemm(main, fused=False))
     build.record(build.events.gemm2_done, main)
     _lora(build, main, DOWN)
-    build.launch(make.finalize(main))
+    build.launch(make.finalize(main, fused=False))
 
 
 def _two_stream(build: _Builder, *, overlap_down: bool) -> None:
     make, main, side, events = build.make, build.main, build.side, build.events
     build.order(main, events.forked, side)
     _lora(build, side, GATE_UP)
-    build.launch(make.gate_up_gemm(main))
+    build.launch(make.gate_up_gemm(main, fused=False))
     build.order(side, events.lora_ready, main)
     build.launch(make.activation(main))
     if not overlap_down:
-        build.launch(make.down_gemm(main))
+        build.launch(make.down_gemm(main, fused=False))
         build.record(events.gemm2_done, main)
         _lora(build, main, DOWN)
-        build.launch(make.finalize(main))
+        build.launch(make.finalize(main, fused=False))
         return
     build.order(main, events.activation_ready, side)
     _lora(build, side, DOWN)
-    build.launch(make.down_gemm(main))
+    build.launch(make.down_gemm(main, fused=False))
     # The side stream owns the sum: it has the down delta, and waits here for the down output.
     build.order(main, events.gemm2_done, side)
-    build.launch(make.finalize(side))
+    build.launch(make.finalize(side, fused=False))
     build.order(side, events.joined, main)
 
 

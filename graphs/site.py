@@ -27,6 +27,11 @@ class Site:
         return self.geometry.rows(self.num_tokens)
 
     @property
+    def slot_rows(self) -> int:
+        """Slot rows of the shape: tokens times choices."""
+        return self.num_tokens * self.geometry.choices
+
+    @property
     def tile(self) -> int:
         """Tokens of a token tile."""
         return token_tile(self.geometry, self.num_tokens)

@@ -9,14 +9,14 @@ from ..layer.engine import LayerBatch
 from .arena import Arena
 from .buffers import InputLayout
 from .geometry import Geometry
-from .pool import Variant
+from .pool import Runnable, Variant
 
 
 class Unfinalized(NamedTuple):
     """What ``finalize`` sums: ``out[t] = sum_k expert_weights[t, k] * down[places[t, k]]`` over places that are not -1.
 
-    ``down``            fp32 ``[rows, H]``: the down output and, where there is one, its LoRA delta; zero in rows that
-                        no choice lies in
+    ``down``            bf16 ``[rows, H]``: the down output, its LoRA delta added where there is one; zero in rows
+                        that no choice lies in
     ``expert_weights``  fp32 ``[T, choices]``: of the top-k choices, then of the shared experts
     ``places``          int32 ``[T, choices]``: the expanded-to-permuted map, -1 without a local expert
     """
@@ -26,16 +26,19 @@ class Unfinalized(NamedTuple):
     places: Tensor
 
 
-def read_unfinalized(geometry: Geometry, batch: LayerBatch, variant: Variant, arena: Arena) -> Unfinalized:
-    """The triple of the forward that has just run over ``arena``; the main stream must have been waited for."""
+def read_unfinalized(geometry: Geometry, batch: LayerBatch, runnable: Runnable) -> Unfinalized:
+    """The triple of the forward that ``runnable`` has just run; the main stream must have been waited for."""
+    variant, arena, plan = runnable.variant, runnable.arena, runnable.program.plan
     tokens, hidden = batch.num_tokens, geometry.hidden_size
     places = arena.read("places")[: tokens * geometry.choices].view(tokens, geometry.choices)
-    rows = arena.read("down")[:, :hidden].float()
-    if variant.lora and batch.token_slots is not None:
-        delta = arena.read("down_delta")[:, :hidden].float()
-        adapted = places[batch.token_slots >= 0]
+    if plan.keeps_delta_apart and variant.lora:
+        rows = arena.read("down_sums")[:, :hidden]
+        adapted = places[batch.token_slots >= 0] if batch.token_slots is not None else places[:0]
         adapted = adapted[adapted >= 0].long()
-        rows[adapted] += delta[adapted]
+        rows[adapted] += arena.read("down_delta")[adapted, :hidden].float()
+        rows = rows.bfloat16()
+    else:
+        rows = arena.read("down")[:, :hidden]
     down = torch.zeros_like(rows)
     used = places[places >= 0].long()
     down[used] = rows[used]

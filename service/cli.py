@@ -80,7 +80,7 @@ def serve(
     decode_shapes: Annotated[str | None, typer.Option(help="GPU: batch sizes to capture, such as 1,2,4.")] = None,
     plan: Annotated[
         str | None,
-        typer.Option(help="GPU: auto, single_stream, two_stream or two_stream_overlap_down (auto)."),
+        typer.Option(help="GPU: auto, fused, single_stream, two_stream or two_stream_overlap_down (auto)."),
     ] = None,
     max_body_mb: Annotated[
         str | None, typer.Option(metavar="NUMBER", help="Largest request body, in 2^20 bytes (64).")

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from ..layer.engine import LayerBatch
 from ..layer.errors import RequestError
 from ..layer.spec import LayerSpec
 from .call import Answer, Call, name_tokens
+from .text import clipped
 
 Array = np.ndarray[Any, np.dtype[Any]]
 FIELDS = ("hidden_states", "topk_ids", "topk_weights", "router_logits", "adapter", "adapters")
@@ -36,14 +37,13 @@ def parse_forward(body: bytes, spec: LayerSpec) -> Call:
     bf16 where that is what the layer takes. Raises ``RequestError`` naming the field at fault."""
     sent = load_object(body)
     if unknown := next((name for name in sent if name not in FIELDS), None):
-        raise RequestError(f"unknown field {unknown!r}: the fields are {', '.join(FIELDS)}", unknown)
-    matrices = _Matrices(sent, may_hold_booleans=b"true" in body or b"false" in body)
-    hidden = matrices.take("hidden_states", None, spec.hidden_size)
+        raise RequestError(f"unknown field {clipped(unknown)!r}: the fields are {', '.join(FIELDS)}", clipped(unknown))
+    hidden = _matrix(sent, "hidden_states", None, spec.hidden_size)
     if hidden is None:
         raise RequestError("hidden_states is required and was not sent", "hidden_states")
     tokens = len(hidden)
-    ids, weights = (matrices.take(name, tokens, spec.top_k) for name in ("topk_ids", "topk_weights"))
-    logits = matrices.take("router_logits", tokens, spec.num_experts)
+    ids, weights = (_matrix(sent, name, tokens, spec.top_k) for name in ("topk_ids", "topk_weights"))
+    logits = _matrix(sent, "router_logits", tokens, spec.num_experts)
     batch = LayerBatch(
         layer=spec.index,
         hidden_states=_floats(hidden).to(torch.bfloat16),
@@ -78,33 +78,40 @@ def _load(body: bytes) -> Any:
         return json.loads(body)
 
 
-@dataclass(frozen=True, slots=True)
-class _Matrices:
-    """Takes matrices out of a decoded body; looks for stray booleans only where the text had any."""
+def _matrix(sent: Mapping[str, Any], field: str, rows: int | None, columns: int) -> Array | None:
+    """The numbers of ``field``, ``[rows, columns]`` (any number of rows for None), or None where it is absent.
 
-    sent: Mapping[str, Any]
-    may_hold_booleans: bool
+    Kinds and lengths are looked at before numpy is: it would make strings of everything beside a
+    string, each as wide as the longest.
+    """
+    value = sent.get(field)
+    if value is None:
+        return None
+    wanted = f"{field} should be {'T' if rows is None else rows} rows of {columns} numbers"
+    if not isinstance(value, list):
+        raise RequestError(f"{wanted}, got {_kind(value)}", field)
+    if set(map(type, value)) <= {list} and len(set(map(len, value))) > 1:
+        raise RequestError(f"{wanted}, got rows of different lengths", field)
+    shape = _shape(value)
+    if not value and not rows:
+        return np.empty((0, columns), np.int64)
+    if shape != [len(value) if rows is None else rows, columns]:
+        raise RequestError(f"{wanted}, got the shape {shape}", field)
+    strangers = {kind for kind in set(map(type, chain.from_iterable(value))) if kind not in (int, float)}
+    array = None if strangers else np.array(value)
+    if array is None or array.dtype.kind not in "iuf":
+        found = sorted({JSON_KINDS.get(kind, "null") for kind in strangers}) or ["a huge number"]
+        raise RequestError(f"{wanted}, got {' and '.join(found)} among them", field)
+    return array
 
-    def take(self, field: str, rows: int | None, columns: int) -> Array | None:
-        """The numbers of ``field``, ``[rows, columns]`` (any number of rows for None), or None where it is absent."""
-        value = self.sent.get(field)
-        if value is None:
-            return None
-        wanted = f"{field} should be {'T' if rows is None else rows} rows of {columns} numbers"
-        if not isinstance(value, list):
-            raise RequestError(f"{wanted}, got {_kind(value)}", field)
-        if not value and not rows:
-            return np.empty((0, columns), np.int64)
-        try:
-            array = np.array(value)
-        except (ValueError, OverflowError):
-            raise RequestError(f"{wanted}, got rows of different lengths", field) from None
-        if array.ndim != 2 or array.shape != (len(array) if rows is None else rows, columns):
-            raise RequestError(f"{wanted}, got the shape {list(array.shape)}", field)
-        if array.dtype.kind not in "iuf" or (self.may_hold_booleans and any(bool in map(type, row) for row in value)):
-            strangers = {_kind(x) for row in value for x in row if type(x) not in (int, float)} or {"a huge number"}
-            raise RequestError(f"{wanted}, got {' and '.join(sorted(strangers))} among them", field)
-        return array
+
+def _shape(value: Any) -> list[int]:
+    """The lengths of nested lists, by the first of each; rows are alike unless told otherwise."""
+    shape = []
+    while isinstance(value, list) and len(shape) < MOST_DIMENSIONS:
+        shape.append(len(value))
+        value = value[0] if value else None
+    return shape
 
 
 def _floats(array: Array) -> Tensor:

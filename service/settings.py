@@ -15,7 +15,7 @@ ENV_PREFIX = "MOELET_"
 OTHER_VARIABLES = frozenset({"MOELET_CACHE_DIR", "MOELET_CUBIN_DIR"})
 """Variables of ours that are no option of ``serve``."""
 
-Plan = Literal["auto", "single_stream", "two_stream", "two_stream_overlap_down"]
+Plan = Literal["auto", "fused", "single_stream", "two_stream", "two_stream_overlap_down"]
 
 
 def layer_numbers(value: Any) -> Any:

@@ -96,7 +96,7 @@ class GpuLayer:
             streams=gpu.streams,
             events=gpu.events,
             sm_count=gpu.device.sm_count,
-            plan_of=lambda _: Plan.SINGLE_STREAM,
+            plan_of=lambda _: Plan.FUSED,
             memory=self.memory,
         )
         self.staging = Staging(self.geometry, max_tokens)
@@ -119,7 +119,7 @@ class GpuLayer:
     def runnable(
         self,
         num_tokens: int,
-        plan: Plan = Plan.SINGLE_STREAM,
+        plan: Plan = Plan.FUSED,
         routing: RoutingInput = RoutingInput.TOPK,
         *,
         lora: bool = True,
@@ -144,7 +144,7 @@ class GpuLayer:
         return self.staging.receive(batch.num_tokens, runnable.arena, self.gpu.streams.main)
 
     def eager(self, batch: LayerBatch, num_tokens: int | None = None) -> Tensor:
-        """The eager single-stream forward, in a shape of ``num_tokens`` (default: no padding)."""
+        """The eager forward, in a shape of ``num_tokens`` (default: no padding)."""
         lora = batch.token_slots is not None
         shape = num_tokens or batch.num_tokens
         return self.forward(self.runnable(shape, routing=routing_input(batch), lora=lora), batch)
@@ -260,7 +260,7 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
 
 
 def summed_by_hand(down: Tensor, weights: Tensor, places: Tensor) -> Tensor:
-    """The finalize in torch: fp32 ``down`` ``[rows, H]`` summed in choice order by fused multiply-adds, then bf16.
+    """The finalize in torch: ``down`` ``[rows, H]`` summed in choice order by fused multiply-adds, then bf16.
 
     A product of two fp32 numbers is exact in float64, so rounding the float64 sum to fp32 rounds as the hardware does.
     """

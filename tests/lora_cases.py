@@ -39,6 +39,17 @@ def cut_ranks(lora: LoraWeights, step: int) -> LoraWeights:
     return replace(lora, a=lora.a * live[:, :, None], b=lora.b * live[:, None, :], ranks=ranks)
 
 
+def uneven(spec: LayerSpec, gate: int, up: int, down: int = 9, seed: int = 0) -> Adapter:
+    """An adapter whose projections have ranks of their own; 0: none."""
+    ranks = {"gate": gate, "up": up, "down": down}
+    parts = {
+        f"{kind}{name}": getattr(of_rank(spec, rank, seed).layers[spec.index], f"{kind}{name}") if rank else None
+        for name, rank in ranks.items()
+        for kind in ("", "shared_")
+    }
+    return adapter_of(spec, LayerAdapter(**parts), max(ranks.values()))
+
+
 def only(spec: LayerSpec, adapter: Adapter, *projections: str) -> Adapter:
     """``adapter`` less all but some of its projections."""
     layer = adapter.layers[spec.index]

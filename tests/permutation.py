@@ -1,4 +1,4 @@
-"""What the permute kernel should make of a batch, by plain loops over its rows."""
+"""What the sort kernel should make of a batch, by plain loops over its rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,12 +8,15 @@ from moelet.graphs.geometry import ROW_ALIGN, Geometry
 
 @dataclass
 class Permutation:
-    """``places`` by slot row, -1 without a local expert; ``row_slots`` by place; tiles are (expert, first row, rows),
-    groups (expert, slot, first row, rows); ``num_rows`` counts padding."""
+    """``places`` by slot row, -1 without a local expert; ``row_slots`` by place; tiles are (expert, first row, rows,
+    groups), groups (expert, slot, first row, rows); ``num_rows`` counts padding.
+
+    The groups of a tile are those of its expert: the first in the low half, how many in the high half.
+    """
 
     places: list[int]
     row_slots: dict[int, int] = field(default_factory=dict)
-    tiles: list[tuple[int, int, int]] = field(default_factory=list)
+    tiles: list[tuple[int, int, int, int]] = field(default_factory=list)
     groups: list[tuple[int, int, int, int]] = field(default_factory=list)
     num_rows: int = 0
 
@@ -37,14 +40,15 @@ def permutation(
         for position, (slot, row) in enumerate(sorted(mine)):
             found.places[row] = found.num_rows + position
             found.row_slots[found.num_rows + position] = slot
-        for start in range(0, len(mine), tile):
-            found.tiles.append((expert, found.num_rows + start, min(tile, len(mine) - start)))
-        first = found.num_rows
+        first, first_group = found.num_rows, len(found.groups)
         for slot in sorted({slot for slot, _ in mine}):
             count = sum(other == slot for other, _ in mine)
             if slot >= 0:
                 found.groups.append((expert, slot, first, count))
             first += count
+        listed = first_group | (len(found.groups) - first_group) << 16
+        for start in range(0, len(mine), tile):
+            found.tiles.append((expert, found.num_rows + start, min(tile, len(mine) - start), listed))
         found.num_rows += -(-len(mine) // ROW_ALIGN) * ROW_ALIGN
     return found
 

@@ -1,4 +1,4 @@
-"""A batch on the GPU after the permute, with its rows looked up by plain loops: what the later kernels are tried on."""
+"""A batch on the GPU after sort and gather, its rows looked up by plain loops: what later kernels are tried on."""
 
 from typing import NamedTuple
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from gpu_engines import GpuLayer
 from moelet.graphs.geometry import token_tile
 from moelet.graphs.pool import Runnable
+from moelet.graphs.program import Plan
 from moelet.layer.engine import LayerBatch
 from moelet.layer.layout import from_block_major_k
 from permutation import Permutation, permutation
@@ -23,7 +24,7 @@ class Rows(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A batch on the GPU, permuted: what the later kernels find."""
+    """A batch on the GPU, sorted and gathered: what the later kernels find."""
 
     layer: GpuLayer
     batch: LayerBatch
@@ -32,24 +33,29 @@ class Placed(NamedTuple):
     rows: Rows
 
 
-def placed(layer: GpuLayer, tokens: int, shape: int, *, lora: bool, one: bool = False) -> Placed:
-    """Permute a random batch over a poisoned arena; ``one``: all tokens on the last expert."""
+def placed(
+    layer: GpuLayer, tokens: int, shape: int, *, lora: bool, one: bool = False, plan: Plan = Plan.SINGLE_STREAM
+) -> Placed:
+    """Sort and gather a random batch over a poisoned arena; ``one``: all tokens on the last expert.
+
+    With ``lora``, ``plan`` says which GEMMs follow.
+    """
     slots = [-1, *range(len(layer.adapters))]
     batch = random_batch(layer.spec, tokens, seed=tokens, slots=slots, drop=0.1)
     assert batch.topk_ids is not None
     assert batch.token_slots is not None
     if one:
         batch.topk_ids.fill_(-1)[:, 0] = layer.spec.num_experts - 1
-    runnable = layer.runnable(shape, lora=lora)
+    runnable = layer.runnable(shape, plan, lora=lora)
     layer.poison()
     layer.send(runnable, batch)
-    layer.launch(runnable, "permute")
+    layer.launch(runnable, "sort", "gather")
     token_slots = batch.token_slots.tolist() if lora else None
     made = permutation(layer.geometry, batch.topk_ids.tolist(), token_slots, token_tile(layer.geometry, shape))
     used = [(place, row // layer.geometry.choices) for row, place in enumerate(made.places) if place >= 0]
     places, tokens_of = torch.tensor(used).unbind(1)
     experts = torch.empty_like(places)
-    for expert, first, count in made.tiles:
+    for expert, first, count, _ in made.tiles:
         experts[(places >= first) & (places < first + count)] = expert
     return Placed(layer, batch, runnable, made, Rows(places, tokens_of, experts))
 

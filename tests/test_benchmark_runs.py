@@ -230,30 +230,44 @@ def test_slower_than_before(fake: BenchDriver, tmp_path: Path, capsys: pytest.Ca
     assert run(tmp_path, *arguments, "--against", str(same))[0] == 0
     capsys.readouterr()
     assert run(tmp_path, *arguments, "--against", str(better))[0] == 1
-    assert capsys.readouterr().err.startswith(f"slower: {SHAPE} T=3 uniform, base, single_stream: ")
+    assert capsys.readouterr().err.startswith(f"slower: {SHAPE} T=3 uniform, base, fused: ")
 
 
-def test_kernel_rows(fake: BenchDriver, tmp_path: Path) -> None:
-    code, written = run(tmp_path, "kernels", "--tokens", "4", "--ranks", "0,16", "--adapters", "2")
+BASE_KERNELS = ["sort", "gather", "gate_up_gemm", "down_gemm", "finalize"]
+LORA_KERNELS = {
+    Plan.FUSED: {*BASE_KERNELS, "lora_shrink of gate_up", "lora_shrink of down"},
+    Plan.SINGLE_STREAM: {
+        *BASE_KERNELS,
+        "activation",
+        *(f"lora_{step} of {half}" for step in ("shrink", "expand") for half in ("gate_up", "down")),
+    },
+}
+
+
+@pytest.mark.parametrize("plan", LORA_KERNELS)
+def test_kernel_rows(fake: BenchDriver, tmp_path: Path, plan: Plan) -> None:
+    chosen = [] if plan is Plan.FUSED else ["--plan", plan.value]  # it is the default
+    code, written = run(tmp_path, "kernels", "--tokens", "4", "--ranks", "0,16", "--adapters", "2", *chosen)
     assert code == 0
     base = [row for row in written["rows"] if row["rank"] == 0]
     lora = [row for row in written["rows"] if row["rank"] == 16]
-    assert [row["kernel"] for row in base] == ["permute", "gate_up_gemm", "down_gemm", "finalize"]
-    assert {row["kernel"] for row in lora} == {
-        "permute",
-        "gate_up_gemm",
-        "down_gemm",
-        "activation",
-        "finalize",
-        *(f"lora_{step} of {half}" for step in ("shrink", "expand") for half in ("gate_up", "down")),
-    }
+    assert [row["kernel"] for row in base] == BASE_KERNELS
+    assert {row["kernel"] for row in lora} == LORA_KERNELS[plan]
     counts = fake.graphs[1:]  # after the graph that reads memory
     per_graph = forwards_per_graph(LayerSpec(index=0, hidden_size=72, intermediate_size=40, num_experts=6, top_k=3), 4)
     assert counts == [per_graph * n for rows in (base, lora) for n in range(1, len(rows) + 1)]
-    read = {row["kernel"]: row["bytes"] for row in lora}
-    assert read["gate_up_gemm"] == 2 * read["down_gemm"] > 0
+    read, weights = ({row["kernel"]: row["bytes"] for row in rows} for rows in (lora, base))
+    assert weights["gate_up_gemm"] == 2 * weights["down_gemm"] > 0
     assert read["lora_shrink of gate_up"] * 40 == read["lora_shrink of down"] * 2 * 72 > 0
-    assert read["permute"] is None
+    expands = {half: read.get(f"lora_expand of {half}", 0) for half in ("gate_up", "down")}
+    total = sum(read[f"{half}_gemm"] + expands[half] - weights[f"{half}_gemm"] for half in expands)
+    assert total == read["lora_shrink of gate_up"] // 2 + 2 * read["lora_shrink of down"], "B is read once, by either"
+    if plan is Plan.SINGLE_STREAM:
+        assert read["gate_up_gemm"] == weights["gate_up_gemm"]
+    assert read["sort"] is None is read["gather"]
+
+
+def test_kernels_of_two_streams_cannot_be_told_apart(fake: BenchDriver) -> None:
     assert main(["kernels", *NUMBERS, *FEW, "--plan", "two_stream", "--tokens", "4", "--adapters", "1"]) == 2
 
 
@@ -262,7 +276,7 @@ def test_host_rows(fake: BenchDriver, tmp_path: Path) -> None:
     assert code == 0
     kinds = [(row["tokens"], row["rank"], row["plan"]) for row in written["rows"]]
     plan = engine.DEFAULT_PLAN.value
-    assert kinds == [(1, 0, "single_stream"), (4, 0, "single_stream"), (1, 8, plan), (4, 8, plan)]
+    assert kinds == [(1, 0, "fused"), (4, 0, "fused"), (1, 8, plan), (4, 8, plan)]
     for row in written["rows"]:
         assert row["p10_us"] <= row["us"] <= row["p90_us"]
         assert row["beside_graph_us"] == pytest.approx(row["us"] - row["graph_us"], abs=0.02)

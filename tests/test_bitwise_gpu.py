@@ -120,12 +120,12 @@ def test_every_token_tile_gives_the_same_bits(layer: GpuLayer, lora: bool, monke
     variant = layer.runnable(64, lora=lora).variant
     graphs = [module for name, module in sys.modules.items() if name.startswith("moelet.graphs.")]
     users_of_token_tile = [module for module in graphs if hasattr(module, "token_tile")]
-    for tile in TOKEN_TILES:
+    for tile, plan in product(TOKEN_TILES, (Plan.FUSED, Plan.SINGLE_STREAM)):
         for module in users_of_token_tile:
             monkeypatch.setattr(module, "token_tile", lambda *_, tile=tile: tile)
-        runnable = layer.pool.build(variant, Plan.SINGLE_STREAM, captured=False)
+        runnable = layer.pool.build(variant, plan, captured=False)
         layer.poison()
-        assert same_bits(layer.forward(runnable, batch), first), tile
+        assert same_bits(layer.forward(runnable, batch), first), (tile, plan)
         assert int(runnable.arena.read("num_tiles")) >= -(-50 // tile)
 
 

@@ -11,7 +11,8 @@ BOTH = (False, True)
 SPECIALISATIONS: list[Specialisation] = [
     *[kernels.route(method, 32 * per_lane) for method in kernels.METHODS for per_lane in kernels.PER_LANE],
     *[kernels.gate(router_fp32, shared_gate) for router_fp32 in BOTH for shared_gate in BOTH],
-    kernels.permute(),
+    kernels.sort(),
+    kernels.gather(),
     *[kernels.lora_shrink(projections) for projections in (1, 2)],
     *[kernels.lora_expand(projections) for projections in (1, 2)],
     *kernels.for_tiles(TOKEN_TILES, lora=True),

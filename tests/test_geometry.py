@@ -9,8 +9,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moelet.graphs.buffers import plan_buffers
-from moelet.graphs.geometry import EXCLUSIVE_BYTES, TOKEN_TILES, Geometry, gemm_config, token_tile
-from moelet.graphs.kernels import EPILOGUE_ACTIVATION, EPILOGUE_DOWN, EPILOGUE_GATE_UP, grouped_gemm
+from moelet.graphs.geometry import EXCLUSIVE_BYTES, LORA_ENTRIES, TOKEN_TILES, Geometry, gemm_config, token_tile
+from moelet.graphs.kernels import (
+    EPILOGUE_ACTIVATION,
+    EPILOGUE_DOWN,
+    EPILOGUE_DOWN_FP32,
+    EPILOGUE_GATE_UP,
+    grouped_gemm,
+)
 from moelet.layer.spec import LayerSpec
 from permutation import permutation
 from static_asserts import check, constants_of
@@ -118,17 +124,35 @@ def test_one_tile_an_expert_up_to_64_tokens(tokens: int, top_k: int, experts: in
     assert tile == TOKEN_TILES[0] or TOKEN_TILES[TOKEN_TILES.index(tile) - 1] < tokens, "no larger than need be"
 
 
+GEMMS = {
+    (EPILOGUE_GATE_UP, False): 0,
+    (EPILOGUE_DOWN_FP32, False): 0,
+    (EPILOGUE_ACTIVATION, False): 0,
+    (EPILOGUE_DOWN, False): 0,
+    (EPILOGUE_ACTIVATION, True): 2,
+    (EPILOGUE_DOWN, True): 1,
+}
+"""Projections of whose delta a GEMM brings the parts in, by its epilogue and whether it adds one."""
+RINGS_SLACK = 32
+"""Each of the two rings is rounded up to 16 bytes."""
+
+
 @pytest.mark.parametrize("tile", TOKEN_TILES)
-@pytest.mark.parametrize("epilogue", [EPILOGUE_GATE_UP, EPILOGUE_ACTIVATION, EPILOGUE_DOWN])
-def test_the_gemm_asks_for_the_shared_memory_that_it_carves_up(tile: int, epilogue: int, tmp_path: Path) -> None:
-    config = gemm_config(tile)
-    asked = config.shared_bytes(staging=epilogue == EPILOGUE_ACTIVATION)
-    taken = "STAGES * kStageBytes + kStagingBytes + sizeof(Ring)"
-    asserts = [f"{taken} <= {asked}", f"kConsumers + 32 == {config.threads}"]
+@pytest.mark.parametrize(("epilogue", "lora"), GEMMS)
+def test_the_gemm_asks_for_the_shared_memory_that_it_carves_up(
+    tile: int, epilogue: int, lora: bool, tmp_path: Path
+) -> None:
+    config, projections = gemm_config(tile, lora=lora), GEMMS[epilogue, lora]
+    asked = config.shared_bytes(staging=epilogue == EPILOGUE_ACTIVATION, lora_projections=projections)
+    taken = "STAGES * kStageBytes + kLoraStages * kLoraStageBytes + kStagingBytes + sizeof(Ring) + sizeof(LoraRing)"
+    asserts = [f"{taken} <= {asked}", f"kThreads == {config.threads(lora=lora)}", f"kEntries == {LORA_ENTRIES}"]
+    asserts += ["sizeof(Ring) % alignof(LoraRing) == 0", "kLoraStageBytes % 128 == 0", "kHTokenBytes % 16 == 0"]
     if asked > EXCLUSIVE_BYTES:
-        asserts.append(f"{taken} > {asked - 16}")
-    defines = {name: int(value) for name, value in grouped_gemm(config, epilogue).defines.items()}
-    check(tmp_path, constants_of("grouped_gemm", "struct Cursor"), asserts, defines)
+        asserts.append(f"{taken} > {asked - RINGS_SLACK}")
+    if lora:
+        asserts.append(f"kProjections == {projections}")
+    defines = {name: int(value) for name, value in grouped_gemm(config, epilogue, lora=lora).defines.items()}
+    check(tmp_path, constants_of("grouped_gemm", "template <int kStages>\nstruct Cursor"), asserts, defines)
     assert asked <= HOPPER_SHARED_BYTES < 2 * asked, "one block an SM, and no more"
 
 

@@ -2,7 +2,7 @@
 
 # ruff: noqa: F401, F811 (fixtures are imported, and asked for by name)
 
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -52,9 +52,10 @@ def test_no_captured_graph_has_a_hazard_and_every_edge_is_needed(layer: GpuLayer
 def test_the_driver_captures_the_plan_that_was_drawn(layer: GpuLayer) -> None:
     topology = topology_of(layer, 8, Plan.TWO_STREAM_OVERLAP_DOWN, RoutingInput.TOPK, True)
     drawn = {
-        ("permute", "lora_shrink of gate_up"),
+        ("sort", "gather"),
+        ("gather", "lora_shrink of gate_up"),
         ("lora_shrink of gate_up", "lora_expand of gate_up"),
-        ("permute", "gate_up_gemm"),
+        ("gather", "gate_up_gemm"),
         ("gate_up_gemm", "activation"),
         ("lora_expand of gate_up", "activation"),
         ("activation", "down_gemm"),
@@ -63,23 +64,25 @@ def test_the_driver_captures_the_plan_that_was_drawn(layer: GpuLayer) -> None:
         ("lora_expand of down", "finalize"),
         ("down_gemm", "finalize"),
     }
-    gate = {("gate", "permute")} if layer.spec.shared_gated else set()
+    gate = {("gate", "sort")} if layer.spec.shared_gated else set()
     assert labelled(topology, ordering_edges(topology)) == drawn | gate
 
 
 def test_programmatic_edges_are_captured_as_such(layer: GpuLayer) -> None:
     """Else the rules for them would never have been tried on a real graph."""
-    topology = topology_of(layer, 8, Plan.SINGLE_STREAM, RoutingInput.TOPK, False)
-    programmatic = [edge for edge in topology.edges if edge.kind is EdgeKind.PROGRAMMATIC]
-    assert ("gate_up_gemm", "down_gemm") in labelled(topology, programmatic)
+    for lora in (False, True):
+        topology = topology_of(layer, 8, Plan.FUSED, RoutingInput.TOPK, lora)
+        labels = [topology.nodes[node].label for node in topology.order()]
+        programmatic = [edge for edge in topology.edges if edge.kind is EdgeKind.PROGRAMMATIC]
+        assert labelled(topology, programmatic) == set(pairwise(labels[labels.index("sort") :]))
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["base", "lora"])
+@pytest.mark.parametrize("plan", [None, Plan.FUSED, Plan.SINGLE_STREAM], ids=["base", "fused", "apart"])
 @pytest.mark.parametrize("routing", RoutingInput)
-def test_launches_touch_what_they_declare_and_nothing_else(gpu: Gpu, routing: RoutingInput, lora: bool) -> None:
-    layer = gpu.layer(SMALL)
+def test_launches_touch_what_they_declare_and_nothing_else(gpu: Gpu, routing: RoutingInput, plan: Plan | None) -> None:
+    layer, lora = gpu.layer(SMALL), plan is not None
     layer.install(some_adapters(SMALL))
-    runnable = layer.runnable(16, routing=routing, lora=lora)
+    runnable = layer.runnable(16, plan or Plan.FUSED, routing, lora=lora)
     layer.forward(runnable, batch_of(SMALL, 13, routing, lora=lora))
     assert false_declarations(runnable.program.launches, runnable.arena) == []
 
@@ -87,7 +90,7 @@ def test_launches_touch_what_they_declare_and_nothing_else(gpu: Gpu, routing: Ro
 @pytest.mark.parametrize("late", [("main",), ("side",), ("main", "side")], ids="+".join)
 @pytest.mark.parametrize("captured", [True, False], ids=["captured", "eager"])
 def test_a_late_branch_changes_no_bit(layer: GpuLayer, captured: bool, late: tuple[str, ...]) -> None:
-    for plan, shape, routing in product(PLANS[1:], (3, 64), (RoutingInput.TOPK, RoutingInput.GATE)):
+    for plan, shape, routing in product(PLANS, (3, 64), (RoutingInput.TOPK, RoutingInput.GATE)):
         batch = batch_of(layer.spec, shape, routing, lora=True)
         wanted = layer.eager(batch)
         delays = dict.fromkeys(late, CYCLES)
@@ -115,7 +118,7 @@ def test_a_delay_shows_a_wait_that_is_missing(gpu: Gpu) -> None:
     gpu.streams.synchronize()
     for launch in runnable.program.launches:
         launch.launch()  # on its own stream, which waits for nothing
-        if launch.label == "permute":
+        if launch.label == "gather":
             main.synchronize()
     gpu.streams.synchronize()
     assert layer.staging.receive(64, runnable.arena, main).isnan().any()

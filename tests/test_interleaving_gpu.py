@@ -136,7 +136,7 @@ def items_of(layer: GpuLayer, choose: random.Random) -> list[Item]:
                     sent = logits if routing is RoutingInput.LOGITS else None
                     batch = replace(batch, topk_ids=None, topk_weights=None, router_logits=sent)
                 lora = plan is not None
-                runnable = layer.runnable(shape, plan or Plan.SINGLE_STREAM, routing, lora=lora, captured=True)
+                runnable = layer.runnable(shape, plan or Plan.FUSED, routing, lora=lora, captured=True)
                 items.append(Item(layer, runnable, batch, []))
     return items
 

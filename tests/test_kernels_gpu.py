@@ -1,4 +1,4 @@
-"""Routing and permuting kernels on a real GPU: bit for bit where the result is exact, else within their rounding."""
+"""Routing, sort and gather on a real GPU: bit for bit where the result is exact, else within their rounding."""
 
 # ruff: noqa: F401, F811 (fixtures are imported, and asked for by name)
 
@@ -55,13 +55,13 @@ def patterned(spec: LayerSpec, tokens: int, pattern: str) -> LayerBatch:
 @pytest.mark.parametrize("pattern", ["random", "one", "nowhere"])
 @pytest.mark.parametrize("lora", [False, True], ids=["base", "lora"])
 @pytest.mark.parametrize("name", SPECS)
-def test_permute_sorts_stably_and_touches_no_other_row(gpu: Gpu, name: str, lora: bool, pattern: str) -> None:
+def test_rows_are_sorted_stably_and_no_other_is_touched(gpu: Gpu, name: str, lora: bool, pattern: str) -> None:
     layer = gpu.layer(SPECS[name])
     for tokens, shape in ((1, 1), (2, 2), (7, 8), (50, 64), (64, 64)):
         batch, runnable = patterned(layer.spec, tokens, pattern), layer.runnable(shape, lora=lora)
         layer.poison()
         layer.send(runnable, batch)
-        layer.launch(runnable, "permute")
+        layer.launch(runnable, "sort")
         assert batch.topk_ids is not None
         assert batch.token_slots is not None
         slots = batch.token_slots.tolist() if lora else None
@@ -69,17 +69,19 @@ def test_permute_sorts_stably_and_touches_no_other_row(gpu: Gpu, name: str, lora
         arena = runnable.arena
         padding = [-1] * ((shape - tokens) * layer.geometry.choices)
         assert arena.read("places").tolist() == made.places + padding
-        assert_listed(arena, "tiles", [[expert, first, count, 0] for expert, first, count in made.tiles])
+        assert_listed(arena, "tiles", [list(tile) for tile in made.tiles])
         assert arena.read("tickets").tolist() == [0, 0]
         if lora:
             assert_listed(arena, "groups", [list(group) for group in made.groups])
             row_slots = arena.read("row_slots")
             assert {place: int(row_slots[place]) for place in made.row_slots} == made.row_slots
+        assert (arena.read("tokens").view(torch.int16) == POISONED).all()
+        layer.launch(runnable, "gather")
         assert_gathered(layer, runnable, batch, made.places)
 
 
 def assert_listed(arena: Arena, name: str, expected: list[list[int]]) -> None:
-    """A list of the permute kernel and its length."""
+    """A list that the sort made, and its length."""
     assert arena.read(f"num_{name}").tolist() == [len(expected)]
     assert arena.read(name)[: len(expected)].tolist() == expected
 

@@ -2,21 +2,19 @@
 
 # ruff: noqa: F401, F811 (fixtures are imported, and asked for by name)
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_engines import Gpu, GpuLayer, gpu
-from lora_cases import of_rank, only, ragged
-from moelet.layer.adapter import Adapter, LoraWeights
+from lora_cases import of_rank, only, ragged, uneven
+from lora_groups import HALVES, Compared, grouped_rows, groups
+from moelet.layer.adapter import Adapter
 from moelet.layer.layout import block_major_k
 from moelet.layer.spec import LayerSpec
 from oracle import assert_close_to_truth
-from placed_rows import Placed, assert_rest_is_poison, placed
+from placed_rows import assert_rest_is_poison, placed
 from random_layers import normal, random_adapter
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +23,6 @@ SPEC = LayerSpec(index=0, hidden_size=2880, intermediate_size=1408, num_experts=
 SHARED = LayerSpec(
     index=0, hidden_size=200, intermediate_size=104, num_experts=5, top_k=2, shared_intermediate_size=250
 )
-HALVES = {"gate_up": ("gate", "up"), "down": ("down",)}
 SIZES = [pytest.param(8, 8), pytest.param(61, 64), pytest.param(300, 300)]
 
 
@@ -37,71 +34,16 @@ def adapters_of(spec: LayerSpec) -> list[Adapter | None]:
         of_rank(spec, 64, 4),
         only(spec, of_rank(spec, 24, 5), "gate"),
         only(spec, of_rank(spec, 16, 6), "up", "down"),
+        uneven(spec, 20, 3),
     ]
 
 
 @pytest.fixture
 def layer(gpu: Gpu) -> GpuLayer:
-    layer = gpu.layer(SPEC, max_tokens=300, max_loras=6, rank=64)
+    layer = gpu.layer(SPEC, max_tokens=300, max_loras=7, rank=64)
     if layer.adapters[0] is None:
         layer.install(adapters_of(SPEC))
     return layer
-
-
-@dataclass
-class Compared:
-    """Values, truths and baselines of many small groups, told by the rule all together."""
-
-    parts: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-
-    def add(self, value: Tensor, truth: Tensor, baseline: Tensor) -> None:
-        assert value.shape == truth.shape == baseline.shape
-        self.parts.append((value.flatten().double(), truth.flatten(), baseline.flatten().double()))
-
-    def check(self) -> None:
-        assert_close_to_truth(*(torch.cat(part) for part in zip(*self.parts, strict=True)))
-
-
-@dataclass
-class Group:
-    """One (expert, adapter) pair of a batch: its rows and what its adapter does to one projection."""
-
-    rows: slice
-    tokens: Tensor
-    lora: LoraWeights | None
-    a: Tensor
-    b: Tensor
-    scaling: float
-
-    @property
-    def rank(self) -> int:
-        return self.a.shape[0]
-
-    @property
-    def stored_rank(self) -> int:
-        return -(-self.rank // 8) * 8
-
-
-def groups(case: Placed, projection: str) -> Iterator[Group]:
-    """The groups of a batch of a layer without shared experts."""
-    token_of = dict(zip(case.rows.places.tolist(), case.rows.tokens.tolist(), strict=True))
-    for expert, slot, first, count in case.made.groups:
-        adapter = case.layer.adapters[slot]
-        assert adapter is not None
-        lora: LoraWeights | None = getattr(adapter.layers[case.layer.spec.index], projection)
-        tokens = torch.tensor([token_of[row] for row in range(first, first + count)])
-        rows = slice(first, first + count)
-        if lora is None:
-            yield Group(rows, tokens, None, torch.empty(0, 0), torch.empty(0, 0), 0.0)
-            continue
-        rank = int(lora.ranks[expert])
-        a = lora.a[expert if len(lora.a) > 1 else 0, :rank]
-        b = lora.b[expert if len(lora.b) > 1 else 0, :, :rank]
-        yield Group(rows, tokens, lora, a, b, float(lora.scaling[expert]))
-
-
-def grouped_rows(case: Placed) -> Tensor:
-    return torch.tensor([row for _, _, first, count in case.made.groups for row in range(first, first + count)])
 
 
 @pytest.mark.parametrize(("tokens", "shape"), SIZES)
@@ -111,12 +53,15 @@ def test_shrink(layer: GpuLayer, half: str, tokens: int, shape: int) -> None:
     act = normal(torch.Generator().manual_seed(1), layer.geometry.rows(shape), SPEC.intermediate_size)
     case.runnable.arena.write("act", block_major_k(act[None], row_tile=8, swizzled=True)[0])
     layer.launch(case.runnable, f"lora_shrink of {half}")
-    stored = case.runnable.arena.read(f"{half}_h").view(len(act), len(HALVES[half]), -1)
+    stored = case.runnable.arena.read(f"{half}_h").permute(1, 2, 0, 3).flatten(2)
+    live = [
+        max(group.stored_rank for group in pair) for pair in zip(*(groups(case, p) for p in HALVES[half]), strict=True)
+    ]
     for index, projection in enumerate(HALVES[half]):
-        for group in groups(case, projection):
+        for group, written in zip(groups(case, projection), live, strict=True):
             h = stored[group.rows, index]
-            assert h[:, group.stored_rank :].isnan().all(), "ranks that are not live are left alone"
-            assert (h[:, group.rank : group.stored_rank] == 0).all()
+            assert h[:, written:].isnan().all(), "ranks that neither projection has are left alone"
+            assert (h[:, group.rank : written] == 0).all(), "those that only the other has are zero"
             if group.rank:
                 x = act[group.rows] if half == "down" else case.batch.hidden_states[group.tokens]
                 truth = x.double() @ group.a.double().T * group.scaling
@@ -136,7 +81,7 @@ def test_expand(layer: GpuLayer, half: str, tokens: int, shape: int) -> None:
             h[group.rows, index, : group.stored_rank] = 0
             h[group.rows, index, : group.rank] = normal(g, len(group.tokens), group.rank)
     arena = case.runnable.arena
-    arena.write(f"{half}_h", h.view(arena.plan.buffers[f"{half}_h"].shape))
+    arena.write(f"{half}_h", h.unflatten(2, (-1, 8)).permute(2, 0, 1, 3).contiguous())
     layer.launch(case.runnable, f"lora_expand of {half}")
     delta = arena.read(f"{half}_delta").view(rows, -1, len(names))
     for index, projection in enumerate(names):

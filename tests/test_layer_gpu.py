@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu_engines import GPU, Expected, Gpu, big_weights, expected, gpu, moved, opened_engine, same_bits
-from lora_cases import mixture, of_rank, only, ragged, scaled
+from lora_cases import mixture, of_rank, only, ragged, scaled, uneven
 from moelet.graphs.engine import GraphEngine
 from moelet.layer.adapter import Adapter
 from moelet.layer.engine import LayerBatch
@@ -213,13 +213,14 @@ def test_slices_of_an_expert_parallel_group_add_up(gpu: Gpu) -> None:  # noqa: A
 ONE_SIDED = [("gate",), ("up",), ("down",), ("gate", "down"), ("shared_up", "shared_down"), ("gate", "shared_gate")]
 
 
-def test_one_sided_and_scaled_adapters(gpu: Gpu) -> None:  # noqa: ARG001
+def test_one_sided_uneven_and_scaled_adapters(gpu: Gpu) -> None:  # noqa: ARG001
     spec = layer_spec(520, 296, 12, 4, RENORMALIZED, 200)
     weights, full = random_weights(spec), of_rank(spec, 16)
     adapters: list[Adapter | None] = [only(spec, full, *names) for names in ONE_SIDED]
-    adapters += [scaled(spec, full, 0.0), scaled(spec, full, -2.0)]
-    batch = random_batch(spec, 300, seed=6, slots=[-1, *range(8)])
-    with opened_engine(spec, weights, **{**OPTIONS, "decode_shapes": (8, 64), "max_eager_tokens": 300}) as engine:
+    adapters += [scaled(spec, full, 0.0), scaled(spec, full, -2.0), uneven(spec, 20, 3), uneven(spec, 0, 24)]
+    batch = random_batch(spec, 300, seed=6, slots=[-1, *range(10)])
+    options = {**OPTIONS, "max_loras": 10, "decode_shapes": (8, 64), "max_eager_tokens": 300}
+    with opened_engine(spec, weights, **options) as engine:
         for slot, adapter in enumerate(adapters):
             assert adapter is not None
             engine.install_adapter(slot, adapter)

@@ -54,7 +54,7 @@ def fragment_product(packed: Tensor, low_h: Tensor, high_h: Tensor) -> tuple[Ten
     """What m16n8k8 makes of stored fragments: rows i against ``low_h``, rows i + 8 against ``high_h``, each
     ``[blocks of 16 rows, 8]``.
 
-    As the expand kernel reads them: one block of eight ranks is 256 bytes for each 16 rows, lane ``4 * i + c`` has 8
+    As expand and GEMMs read them: one block of eight ranks is 256 bytes for each 16 rows, lane ``4 * i + c`` has 8
     bytes, first the row i and then the row i + 8, of each the ranks 2c and 2c + 1.
     """
     rank_blocks, row_blocks = packed.shape[:2]
@@ -72,16 +72,16 @@ def fragment_product(packed: Tensor, low_h: Tensor, high_h: Tensor) -> tuple[Ten
 
 @settings(deadline=None, max_examples=20)
 @given(EXPERTS, RANKS, st.integers(1, 70))
-def test_b_of_down_gives_neighbouring_features_to_a_lane(experts: int, rank: int, hidden: int) -> None:
+def test_b_of_down_gives_the_gemms_features_to_a_lane(experts: int, rank: int, hidden: int) -> None:
     b, h = whole_numbers(experts, hidden, rank), whole_numbers(-(-rank // 8) * 8, seed=7).float()
     packed = pack_b_down(b, 128).reshape(experts, -(-rank // 8), 8, 128)
     for expert in range(experts):
         low, high = fragment_product(packed[expert], h, h)
         delta = torch.zeros(128)
         for block in range(8):
-            for i in range(8):  # one 32-bit word of the delta: output features 2n and 2n + 1
-                word = block * 8 + i
-                delta[2 * word], delta[2 * word + 1] = low[block, i], high[block, i]
+            for i in range(8):  # one 32-bit word of the delta
+                feature = 32 * (block // 2) + 4 * i + 2 * (block % 2)
+                delta[feature], delta[feature + 1] = low[block, i], high[block, i]
         expected = torch.zeros(128)
         expected[:hidden] = b[expert].float() @ h[:rank]
         assert torch.equal(delta, expected)
@@ -161,9 +161,12 @@ def test_structs_are_their_numpy_twins(struct: str, tmp_path: Path) -> None:
         check(tmp_path, opening, [f"sizeof({struct}) == {dtype.itemsize + 4}"])
 
 
+EPILOGUES = ("EPILOGUE_GATE_UP", "EPILOGUE_ACTIVATION", "EPILOGUE_DOWN", "EPILOGUE_DOWN_FP32")
+
+
 def test_the_numbers_of_the_epilogues_and_methods_are_the_kernels(tmp_path: Path) -> None:
     gemm = constants_of("grouped_gemm", "static_assert")
-    epilogues = {name: getattr(kernels, name) for name in ("EPILOGUE_GATE_UP", "EPILOGUE_ACTIVATION", "EPILOGUE_DOWN")}
+    epilogues = {name: getattr(kernels, name) for name in EPILOGUES}
     check(tmp_path, gemm, [f"{name} == {value}" for name, value in epilogues.items()], {"MAX_N": 8})
     methods = [f"METHOD_{method.name} == {value}" for method, value in kernels.METHODS.items()]
     check(tmp_path, constants_of("route", "struct Best"), methods)
@@ -172,4 +175,5 @@ def test_the_numbers_of_the_epilogues_and_methods_are_the_kernels(tmp_path: Path
 def test_ranks_are_stored_in_the_blocks_that_the_shrink_reads(tmp_path: Path) -> None:
     a_block = f"kRankBlockBytes == {RANK_BLOCK * 32 * 2}"
     check(tmp_path, constants_of("lora_shrink", "struct Operand"), [a_block], {"RANK_BLOCKS": kernels.RANK_BLOCKS})
-    check(tmp_path, constants_of("lora_expand", "struct Fragments"), [f"kFragmentBytes == {16 * RANK_BLOCK * 2}"])
+    fragments = [f"kRankBlock == {RANK_BLOCK}", f"kFragmentBytes == {16 * RANK_BLOCK * 2}"]
+    check(tmp_path, constants_of("lora_expand", "struct Fragments"), fragments)

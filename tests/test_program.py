@@ -1,7 +1,7 @@
 """The plans over a driver of plain Python: what is launched in which order, and what each event is needed for."""
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
@@ -9,7 +9,7 @@ from fake_layer import FakeLayer, parameters
 from moelet.graphs.arena import Arena
 from moelet.graphs.buffers import RoutingInput
 from moelet.graphs.driver import DriverError
-from moelet.graphs.hazards import Topology, find_hazards
+from moelet.graphs.hazards import EdgeKind, Topology, find_hazards
 from moelet.graphs.kernel import PreparedLaunch
 from moelet.graphs.pool import Variant
 from moelet.graphs.program import Plan
@@ -73,7 +73,15 @@ side launches finalize
 side records joined
 main waits joined
 """
+FUSED = """
+main launches lora_shrink of gate_up
+main launches gate_up_gemm
+main launches lora_shrink of down
+main launches down_gemm
+main launches finalize
+"""
 LORA_STEPS = {
+    Plan.FUSED: FUSED,
     Plan.SINGLE_STREAM: SINGLE_STREAM,
     Plan.TWO_STREAM: TWO_STREAM,
     Plan.TWO_STREAM_OVERLAP_DOWN: TWO_STREAM_OVERLAP_DOWN,
@@ -93,7 +101,7 @@ def steps(plan: Plan, variant: Variant, spec: LayerSpec) -> list[str]:
     gate = variant.routing is RoutingInput.GATE or (spec.shared_gated and spec.holds_shared_experts)
     routing = ["main launches gate"] * gate + ["main launches route"] * (variant.routing is not RoutingInput.TOPK)
     rest = LORA_STEPS[plan].split("\n")[1:-1] if variant.lora else BASE_STEPS
-    return [*routing, "main launches permute", *rest]
+    return [*routing, "main launches sort", "main launches gather", *rest]
 
 
 @pytest.fixture(params=SPECS)
@@ -116,7 +124,7 @@ def test_every_plan_runs_its_steps_in_order(plan: Plan, layer: FakeLayer) -> Non
 
 def test_without_adapters_no_plan_launches_lora(layer: FakeLayer) -> None:
     program = layer.pool.build(Variant(TOKENS, RoutingInput.TOPK, False), Plan.TWO_STREAM, captured=False).program
-    assert program.plan is Plan.SINGLE_STREAM
+    assert program.plan is Plan.FUSED
     assert not [launch.label for launch in program.launches if "lora" in launch.label or launch.label == "activation"]
 
 
@@ -144,13 +152,36 @@ def test_no_plan_has_a_hazard_and_every_edge_is_needed(plan: Plan, layer: FakeLa
 def test_the_overlap_joins_where_design_draws_it(layer: FakeLayer) -> None:
     topology = topology_of(layer, Plan.TWO_STREAM_OVERLAP_DOWN, Variant(TOKENS, RoutingInput.TOPK, True))
     between_streams = {
-        ("permute", "lora_shrink of gate_up"),
+        ("gather", "lora_shrink of gate_up"),
         ("lora_expand of gate_up", "activation"),
         ("activation", "lora_shrink of down"),
         ("down_gemm", "finalize"),
     }
     assert between_streams <= labelled(topology, ordering_edges(topology))
     assert ("lora_shrink of down", "down_gemm") not in labelled(topology, list(topology.edges))
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["base", "lora"])
+def test_the_fused_plan_is_one_chain_of_programmatic_launches(layer: FakeLayer, lora: bool) -> None:
+    for routing in RoutingInput:
+        topology = topology_of(layer, Plan.FUSED, Variant(TOKENS, routing, lora))
+        labels = [node.label for node in topology.nodes]
+        chain = list(pairwise(labels[labels.index("sort") :]))
+        programmatic = [edge for edge in topology.edges if edge.kind is EdgeKind.PROGRAMMATIC]
+        assert [(labels[edge.source], labels[edge.target]) for edge in programmatic] == chain
+        assert len(topology.edges) == len(labels) - 1
+
+
+@pytest.mark.parametrize(
+    ("lora", "early"), [(False, {"tiles", "num_tiles"}), (True, {"groups", "num_groups"})], ids=["base", "lora"]
+)
+def test_only_the_gather_must_hold(layer: FakeLayer, lora: bool, early: set[str]) -> None:
+    """The kernel behind it reads what the sort made before it waits, and may start once the gather has let it."""
+    topology = topology_of(layer, Plan.FUSED, Variant(TOKENS, RoutingInput.TOPK, lora))
+    for index, node in enumerate(topology.nodes):
+        nodes = [*topology.nodes[:index], replace(node, holds=False), *topology.nodes[index + 1 :]]
+        found = {hazard.buffer for hazard in find_hazards(replace(topology, nodes=nodes))}
+        assert found == (early if node.label == "gather" else set()), node.label
 
 
 def skip_waits(monkeypatch: pytest.MonkeyPatch, skipped: str) -> None:
@@ -182,7 +213,7 @@ def test_a_wait_that_forks_or_joins_cannot_be_left_out(
 
 @pytest.mark.parametrize(
     ("event", "buffer"),
-    [("lora_ready", "gate_up_delta"), ("activation_ready", "act"), ("gemm2_done", "down")],
+    [("lora_ready", "gate_up_delta"), ("activation_ready", "act"), ("gemm2_done", "down_sums")],
 )
 def test_a_wait_left_out_of_the_overlap_is_a_hazard(
     event: str, buffer: str, layer: FakeLayer, monkeypatch: pytest.MonkeyPatch
@@ -191,6 +222,10 @@ def test_a_wait_left_out_of_the_overlap_is_a_hazard(
     for routing in RoutingInput:
         topology = topology_of(layer, Plan.TWO_STREAM_OVERLAP_DOWN, Variant(TOKENS, routing, True))
         assert buffer in {hazard.buffer for hazard in find_hazards(topology)}
+
+
+ONE_STREAM = (Plan.FUSED, Plan.SINGLE_STREAM)
+"""Plans that between them make every launch."""
 
 
 def pointed_at(launch: PreparedLaunch, arena: Arena) -> set[str]:
@@ -205,9 +240,10 @@ def pointed_at(launch: PreparedLaunch, arena: Arena) -> set[str]:
     return {name for names in owners.values() for name in names}
 
 
-def test_launches_declare_the_buffers_they_are_given(layer: FakeLayer) -> None:
+@pytest.mark.parametrize("plan", ONE_STREAM)
+def test_launches_declare_the_buffers_they_are_given(layer: FakeLayer, plan: Plan) -> None:
     for variant in VARIANTS:
-        runnable = layer.pool.build(variant, Plan.SINGLE_STREAM, captured=False)
+        runnable = layer.pool.build(variant, plan, captured=False)
         for launch in runnable.program.launches:
             given = pointed_at(launch, runnable.arena)
             assert given <= launch.reads | launch.writes, launch.label
@@ -220,9 +256,10 @@ RENAMED = {
 }
 
 
-def test_arguments_are_the_kernels_parameters_in_their_order(layer: FakeLayer) -> None:
+@pytest.mark.parametrize("plan", ONE_STREAM)
+def test_arguments_are_the_kernels_parameters_in_their_order(layer: FakeLayer, plan: Plan) -> None:
     for variant in VARIANTS:
-        for launch in layer.pool.build(variant, Plan.SINGLE_STREAM, captured=False).program.launches:
+        for launch in layer.pool.build(variant, plan, captured=False).program.launches:
             kernel = launch.kernel.name
             given = [RENAMED.get(kernel, {}).get(name, name) for name in launch.arguments.arguments]
             assert given == [name for _, name in parameters(kernel)]

@@ -7,8 +7,10 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from moelet.graphs.program import Plan
 from moelet.layer.errors import ConfigurationError
 from moelet.service import cli
+from moelet.service.settings import Plan as PlanOption
 from moelet.service.settings import Settings, unknown_variables
 
 
@@ -135,6 +137,12 @@ def test_unknown_variables_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_changed_gpu_options_are_named() -> None:
     assert read().changed_gpu_options == ()
     assert read(plan="two_stream", decode_shapes="1").changed_gpu_options == ("--decode-shapes", "--plan")[::-1]
+
+
+def test_plans_are_those_of_the_engine() -> None:
+    plans = set(get_args(PlanOption))
+    assert plans == {"auto", *Plan}
+    assert all(read(plan=plan).plan == plan for plan in plans)
 
 
 def test_settings_do_not_change() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from decode_cases import SPECS, batch_of
 from gpu_engines import Gpu, GpuLayer, gpu, opened_engine, same_bits
-from lora_cases import of_rank, only, ragged
+from lora_cases import of_rank, only, ragged, uneven
 from moelet.graphs import kernels
 from moelet.graphs.driver import driver
 from moelet.graphs.engine import GraphEngine
@@ -72,10 +72,10 @@ def test_a_smaller_adapter_leaves_nothing_of_a_larger_one(engine: GraphEngine) -
         engine.install_adapter(2, small)
         assert same_bits(outputs(engine, 2), wanted)
     engine.install_adapter(2, of_rank(spec, 64, 1))
-    for name in ("gate", "up", "down"):
-        one_sided = only(spec, small, name)
-        engine.install_adapter(2, one_sided)
-        assert same_bits(outputs(engine, 2), fresh(engine, one_sided)), name
+    one_sided = [only(spec, small, name) for name in ("gate", "up", "down")]
+    for adapter in (*one_sided, uneven(spec, 20, 3), uneven(spec, 0, 24), uneven(spec, 40, 0, 1)):
+        engine.install_adapter(2, adapter)
+        assert same_bits(outputs(engine, 2), fresh(engine, adapter))
 
 
 def test_removing_empties_a_slot(engine: GraphEngine) -> None:
@@ -192,5 +192,5 @@ def test_sealed_kernels_compile_and_load_nothing_more(gpu: Gpu) -> None:
     loaded.seal()
     assert loaded.get(kernels.spin()) is spin
     with pytest.raises(RuntimeError, match=r"grouped_gemm\.cu .* was asked for after start-up"):
-        loaded.get(kernels.grouped_gemm(gemm_config(8), kernels.EPILOGUE_DOWN), dynamic=True)
+        loaded.get(kernels.grouped_gemm(gemm_config(8), kernels.EPILOGUE_DOWN, lora=False), dynamic=True)
     loaded.close()

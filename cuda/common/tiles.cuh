@@ -1,4 +1,4 @@
-// What permute makes of a batch: token tiles for the GEMMs and adapter groups for the LoRA kernels.
+// What sort makes of a batch: token tiles for the GEMMs and adapter groups for the LoRA kernels.
 #pragma once
 
 #include "common/types.cuh"
@@ -8,7 +8,7 @@ struct alignas(16) TokenTile {
     int expert;     // local expert index
     int first_row;  // permuted row of the first token, a multiple of 8
     int num_rows;   // tokens, at most MAX_N
-    int reserved;
+    int groups;     // the expert's adapter groups: the first in the low half, how many in the high half
 };
 
 // Tokens of one (expert, adapter slot) pair, consecutive permuted rows; the twin of LORA_GROUP.
