@@ -14,11 +14,12 @@ from ..layer.engine import LayerBatch
 from ..layer.errors import RequestError
 from ..layer.spec import LayerSpec
 from .call import Answer, Call, name_tokens
-from .text import clipped
 
 Array = np.ndarray[Any, np.dtype[Any]]
 FIELDS = ("hidden_states", "topk_ids", "topk_weights", "router_logits", "adapter", "adapters")
 JSON_KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+MOST_DIMENSIONS = 8
+"""Of nested lists, how many levels are told when they are too many."""
 
 
 def load_object(body: bytes) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def parse_forward(body: bytes, spec: LayerSpec) -> Call:
     bf16 where that is what the layer takes. Raises ``RequestError`` naming the field at fault."""
     sent = load_object(body)
     if unknown := next((name for name in sent if name not in FIELDS), None):
-        raise RequestError(f"unknown field {clipped(unknown)!r}: the fields are {', '.join(FIELDS)}", clipped(unknown))
+        raise RequestError(f"unknown field {unknown!r}: the fields are {', '.join(FIELDS)}", unknown)
     hidden = _matrix(sent, "hidden_states", None, spec.hidden_size)
     if hidden is None:
         raise RequestError("hidden_states is required and was not sent", "hidden_states")
@@ -90,11 +91,11 @@ def _matrix(sent: Mapping[str, Any], field: str, rows: int | None, columns: int)
     wanted = f"{field} should be {'T' if rows is None else rows} rows of {columns} numbers"
     if not isinstance(value, list):
         raise RequestError(f"{wanted}, got {_kind(value)}", field)
-    if set(map(type, value)) <= {list} and len(set(map(len, value))) > 1:
-        raise RequestError(f"{wanted}, got rows of different lengths", field)
-    shape = _shape(value)
     if not value and not rows:
         return np.empty((0, columns), np.int64)
+    if _is_ragged(value):
+        raise RequestError(f"{wanted}, got rows of different lengths", field)
+    shape = _shape(value)
     if shape != [len(value) if rows is None else rows, columns]:
         raise RequestError(f"{wanted}, got the shape {shape}", field)
     strangers = {kind for kind in set(map(type, chain.from_iterable(value))) if kind not in (int, float)}
@@ -105,9 +106,14 @@ def _matrix(sent: Mapping[str, Any], field: str, rows: int | None, columns: int)
     return array
 
 
+def _is_ragged(value: list[Any]) -> bool:
+    kinds = set(map(type, value))
+    return list in kinds and (len(kinds) > 1 or len(set(map(len, value))) > 1)
+
+
 def _shape(value: Any) -> list[int]:
     """The lengths of nested lists, by the first of each; rows are alike unless told otherwise."""
-    shape = []
+    shape: list[int] = []
     while isinstance(value, list) and len(shape) < MOST_DIMENSIONS:
         shape.append(len(value))
         value = value[0] if value else None
@@ -120,7 +126,8 @@ def _floats(array: Array) -> Tensor:
 
 def _expert_ids(array: Array, num_experts: int) -> Tensor:
     if array.dtype.kind == "f":
-        raise RequestError("topk_ids should be whole numbers, got fractions or NaN among them", "topk_ids")
+        wanted = f"topk_ids should be whole numbers in -1..{num_experts - 1}"
+        raise RequestError(f"{wanted}, got fractions, NaN or far larger ones among them", "topk_ids")
     if array.size and (array.min() < -1 or array.max() >= num_experts):
         wrong = array.min() if array.min() < -1 else array.max()
         raise RequestError(f"topk_ids must lie in -1..{num_experts - 1}, got {wrong}", "topk_ids")
