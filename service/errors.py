@@ -24,6 +24,9 @@ from ..layer.errors import (
     MoeletError,
     RequestError,
 )
+from .sent_text import told
+
+LONGEST_PARAM = 200
 
 
 class BodyTooLargeError(MoeletError):
@@ -75,7 +78,8 @@ def status_of(error: Exception) -> int:
 def error_body(status: int, message: str, param: str | None = None) -> bytes:
     """``{"error": {"message", "type", "param", "code"}}`` as JSON."""
     kind = TYPES.get(status) or HTTPStatus(status).phrase.title().replace(" ", "") + "Error"
-    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}})
+    error = {"message": told(message), "type": kind, "param": param and told(param, LONGEST_PARAM), "code": status}
+    return orjson.dumps({"error": error})
 
 
 def error_response(

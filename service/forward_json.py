@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from .call import Answer, Call, name_tokens
 Array = np.ndarray[Any, np.dtype[Any]]
 FIELDS = ("hidden_states", "topk_ids", "topk_weights", "router_logits", "adapter", "adapters")
 JSON_KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+MOST_DIMENSIONS = 8
+"""Of nested lists, how many levels are told when they are too many."""
 
 
 def load_object(body: bytes) -> dict[str, Any]:
@@ -37,13 +39,12 @@ def parse_forward(body: bytes, spec: LayerSpec) -> Call:
     sent = load_object(body)
     if unknown := next((name for name in sent if name not in FIELDS), None):
         raise RequestError(f"unknown field {unknown!r}: the fields are {', '.join(FIELDS)}", unknown)
-    matrices = _Matrices(sent, may_hold_booleans=b"true" in body or b"false" in body)
-    hidden = matrices.take("hidden_states", None, spec.hidden_size)
+    hidden = _matrix(sent, "hidden_states", None, spec.hidden_size)
     if hidden is None:
         raise RequestError("hidden_states is required and was not sent", "hidden_states")
     tokens = len(hidden)
-    ids, weights = (matrices.take(name, tokens, spec.top_k) for name in ("topk_ids", "topk_weights"))
-    logits = matrices.take("router_logits", tokens, spec.num_experts)
+    ids, weights = (_matrix(sent, name, tokens, spec.top_k) for name in ("topk_ids", "topk_weights"))
+    logits = _matrix(sent, "router_logits", tokens, spec.num_experts)
     batch = LayerBatch(
         layer=spec.index,
         hidden_states=_floats(hidden).to(torch.bfloat16),
@@ -78,33 +79,45 @@ def _load(body: bytes) -> Any:
         return json.loads(body)
 
 
-@dataclass(frozen=True, slots=True)
-class _Matrices:
-    """Takes matrices out of a decoded body; looks for stray booleans only where the text had any."""
+def _matrix(sent: Mapping[str, Any], field: str, rows: int | None, columns: int) -> Array | None:
+    """The numbers of ``field``, ``[rows, columns]`` (any number of rows for None), or None where it is absent.
 
-    sent: Mapping[str, Any]
-    may_hold_booleans: bool
+    Kinds and lengths are looked at before numpy is: it would make strings of everything beside a
+    string, each as wide as the longest.
+    """
+    value = sent.get(field)
+    if value is None:
+        return None
+    wanted = f"{field} should be {'T' if rows is None else rows} rows of {columns} numbers"
+    if not isinstance(value, list):
+        raise RequestError(f"{wanted}, got {_kind(value)}", field)
+    if not value and not rows:
+        return np.empty((0, columns), np.int64)
+    if _is_ragged(value):
+        raise RequestError(f"{wanted}, got rows of different lengths", field)
+    shape = _shape(value)
+    if shape != [len(value) if rows is None else rows, columns]:
+        raise RequestError(f"{wanted}, got the shape {shape}", field)
+    strangers = {kind for kind in set(map(type, chain.from_iterable(value))) if kind not in (int, float)}
+    array = None if strangers else np.array(value)
+    if array is None or array.dtype.kind not in "iuf":
+        found = sorted({JSON_KINDS.get(kind, "null") for kind in strangers}) or ["a huge number"]
+        raise RequestError(f"{wanted}, got {' and '.join(found)} among them", field)
+    return array
 
-    def take(self, field: str, rows: int | None, columns: int) -> Array | None:
-        """The numbers of ``field``, ``[rows, columns]`` (any number of rows for None), or None where it is absent."""
-        value = self.sent.get(field)
-        if value is None:
-            return None
-        wanted = f"{field} should be {'T' if rows is None else rows} rows of {columns} numbers"
-        if not isinstance(value, list):
-            raise RequestError(f"{wanted}, got {_kind(value)}", field)
-        if not value and not rows:
-            return np.empty((0, columns), np.int64)
-        try:
-            array = np.array(value)
-        except (ValueError, OverflowError):
-            raise RequestError(f"{wanted}, got rows of different lengths", field) from None
-        if array.ndim != 2 or array.shape != (len(array) if rows is None else rows, columns):
-            raise RequestError(f"{wanted}, got the shape {list(array.shape)}", field)
-        if array.dtype.kind not in "iuf" or (self.may_hold_booleans and any(bool in map(type, row) for row in value)):
-            strangers = {_kind(x) for row in value for x in row if type(x) not in (int, float)} or {"a huge number"}
-            raise RequestError(f"{wanted}, got {' and '.join(sorted(strangers))} among them", field)
-        return array
+
+def _is_ragged(value: list[Any]) -> bool:
+    kinds = set(map(type, value))
+    return list in kinds and (len(kinds) > 1 or len(set(map(len, value))) > 1)
+
+
+def _shape(value: Any) -> list[int]:
+    """The lengths of nested lists, by the first of each; rows are alike unless told otherwise."""
+    shape: list[int] = []
+    while isinstance(value, list) and len(shape) < MOST_DIMENSIONS:
+        shape.append(len(value))
+        value = value[0] if value else None
+    return shape
 
 
 def _floats(array: Array) -> Tensor:
@@ -113,7 +126,8 @@ def _floats(array: Array) -> Tensor:
 
 def _expert_ids(array: Array, num_experts: int) -> Tensor:
     if array.dtype.kind == "f":
-        raise RequestError("topk_ids should be whole numbers, got fractions or NaN among them", "topk_ids")
+        wanted = f"topk_ids should be whole numbers in -1..{num_experts - 1}"
+        raise RequestError(f"{wanted}, got fractions, NaN or far larger ones among them", "topk_ids")
     if array.size and (array.min() < -1 or array.max() >= num_experts):
         wrong = array.min() if array.min() < -1 else array.max()
         raise RequestError(f"topk_ids must lie in -1..{num_experts - 1}, got {wrong}", "topk_ids")

@@ -8,6 +8,9 @@ from typing import Any, Literal
 import orjson
 
 from .request_id import current_request_id
+from .sent_text import on_one_line, told
+
+LONGEST_TRACE = 20_000
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -21,7 +24,7 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%SZ")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        text = super().formatMessage(record)
+        text = on_one_line(super().formatMessage(record))
         request_id = current_request_id.get()
         return f"{text} [{request_id}]" if request_id else text
 
@@ -35,12 +38,12 @@ class JsonFormatter(logging.Formatter):
             "time": record.created,
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": told(record.getMessage()),
         }
         if request_id := current_request_id.get():
             entry["request_id"] = request_id
         if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
+            entry["exception"] = told(self.formatException(record.exc_info), LONGEST_TRACE)
         return orjson.dumps(entry, default=str).decode()
 
 

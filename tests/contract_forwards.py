@@ -65,7 +65,11 @@ BAD_FORWARDS: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "adapters too few": ({"hidden_states": HIDDEN_2, "adapters": [None]}, "adapters", ("2 tokens", "got 1")),
 }
 
-BAD_BODIES = [b"", b"{", b"[]", b"3", b'"text"', b"null", b"\xff{}", b'{"hidden_states": [[NaN}', b"[" * 5000]
+BAD_BODIES = [
+    *(b"", b"{", b"[]", b"3", b'"text"', b"null", b"\xff{}", b"[" * 5000),
+    b'{"hidden_states": [[NaN}',
+    b'{"hidden_states": [[NaN]], "\\ud800": 0}',
+]
 
 
 class ForwardContract(ContractFixtures):

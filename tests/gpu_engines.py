@@ -28,7 +28,7 @@ from moelet.layer.oracle import layer_forward
 from moelet.layer.spec import LayerSpec
 from moelet.layer.weights import LayerWeights
 from oracle import torch_bf16_layer
-from random_layers import model_of, random_weights
+from random_layers import model_of, random_weights, slice_weights
 
 T = TypeVar("T")
 
@@ -51,7 +51,8 @@ class Gpu:
         """A layer with random weights of ``seed``; asking again gives the same one, whatever is in its slots."""
         key = (spec, max_tokens, max_loras, seed, rank)
         if key not in self._layers:
-            self._layers[key] = GpuLayer(self, spec, random_weights(spec, seed), max_tokens, max_loras, rank)
+            weights = slice_weights(spec, random_weights(spec, seed))
+            self._layers[key] = GpuLayer(self, spec, weights, max_tokens, max_loras, rank)
         return self._layers[key]
 
     def close(self) -> None:

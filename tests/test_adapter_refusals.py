@@ -67,6 +67,18 @@ def test_a_rank_over_the_limit_is_refused(tmp_path: Path, layout: str) -> None:
     assert (error.expected, error.found) == ("a rank of at most 5", "rank 6")
 
 
+@pytest.mark.parametrize(
+    "layout", ["fused_per_expert", "stacked_fused", "shared_outer_fused", "packed", "packed_swapped"]
+)
+@pytest.mark.parametrize("rank", [6, 7, 12])
+def test_a_fused_rank_over_the_limit_is_refused_unless_it_comes_apart(tmp_path: Path, layout: str, rank: int) -> None:
+    loras = {name: lora for name, lora in draw(layout, SPEC, rank=rank).items() if name != "down"}
+    config = {"target_parameters": ["gate_up_proj"]} if layout.startswith("packed") else {}
+    write_folder(tmp_path, tensors_of(layout, 1, loras), r=rank, **config)
+    assert load_adapter(tmp_path, MODEL, max_rank=rank).max_rank == rank
+    assert refusal(tmp_path, MODEL, max_rank=5).expected == "a rank of at most 5"
+
+
 def test_only_ranks_that_are_served_count_for_the_limit(tmp_path: Path) -> None:
     tensors = tensors_of("per_expert", 1, draw("per_expert", SPEC, rank=1))
     attention = f"{PREFIX}layers.1.self_attn.q_proj"

@@ -97,6 +97,7 @@ def test_values_that_are_not_finite_in_bf16_are_refused(tmp_path: Path, value: f
         ({"a": entry(0, 4), "b": entry(2, 6)}, b"\0" * 6, "b"),
         ({"a": entry(0, 4), "b": entry(8, 12)}, b"\0" * 12, "b"),
         ({"a": entry(4, 8)}, b"\0" * 8, "a"),
+        ({"a": entry(0, 4), "b": entry(4, 2, dtype="I8")}, b"\0" * 2, "b"),
         ({"a": entry(4, 0)}, b"\0" * 4, "a"),
         ({"a": entry(-4, 0)}, b"\0" * 4, "a"),
         ({"a": entry(0, 2**63)}, b"\0" * 4, "a"),

@@ -14,6 +14,7 @@ from lora_cases import mixture, of_rank, only, ragged, scaled, uneven
 from moelet.graphs.engine import GraphEngine
 from moelet.layer.adapter import Adapter
 from moelet.layer.engine import LayerBatch
+from moelet.layer.errors import RequestError
 from moelet.layer.routing import route
 from moelet.layer.spec import LayerSpec, RoutingMethod, RoutingSpec
 from moelet.layer.weights import LayerWeights
@@ -226,9 +227,12 @@ def test_one_sided_uneven_and_scaled_adapters(gpu: Gpu) -> None:  # noqa: ARG001
         check_sizes(Case(engine, spec, weights, adapters), batch, (8, 64, 200), adapters)
 
 
-def test_a_batch_beyond_the_eager_limit_runs_in_parts(gpu: Gpu) -> None:  # noqa: ARG001
+def test_an_engine_without_slots_runs_a_batch_beyond_its_limit_in_parts(gpu: Gpu) -> None:  # noqa: ARG001
     spec = layer_spec(264, 136, 12, 4, RENORMALIZED)
-    weights = random_weights(spec)
-    with opened_engine(spec, weights, decode_shapes=(8,), max_decode_tokens=8, max_eager_tokens=100) as engine:
-        batch = random_batch(spec, 333, drop=0.1)
+    weights, batch = random_weights(spec), random_batch(spec, 333, drop=0.1)
+    options = {"max_loras": 0, "decode_shapes": (8,), "max_decode_tokens": 8, "max_eager_tokens": 100}
+    with opened_engine(spec, weights, **options) as engine:
         check_sizes(Case(engine, spec, weights, []), batch, (8, 99, 100, 101, 201))
+        with pytest.raises(RequestError, match="there is no adapter slot 0: there are 0"):
+            engine.install_adapter(0, of_rank(spec, 8))
+        assert engine.memory_bytes["adapter_slots"] == 0

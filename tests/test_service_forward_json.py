@@ -1,6 +1,7 @@
 """The JSON form of a forward: exact numbers in and out, and nothing but a ``RequestError`` for anything else."""
 
 import json
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,27 @@ def test_answers_are_exact_and_what_is_not_finite_is_null() -> None:
     assert (answer["layer"], answer["num_tokens"], answer["adapter_versions"]) == (4, 4, {"a": 2})
 
 
+def test_a_long_string_among_numbers_costs_no_more_than_itself() -> None:
+    """numpy makes strings of all the numbers beside one, each as wide as the longest."""
+    body = json.dumps({"hidden_states": [["x" * 1_000_000, 0, 0]] + [[0, 0, 0]] * 1000}).encode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError, match="a string among them"):
+            parse_forward(body, SPEC)
+        assert tracemalloc.get_traced_memory()[1] < 100 * len(body)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [([[0, 2**63]], "whole numbers in -1..3"), ([[-1, 2**70]], "huge"), ([[0, 2**40]], f"got {2**40}")],
+)
+def test_ids_of_any_size_are_refused(ids: list[list[int]], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        parse_forward(json.dumps({"hidden_states": [[0, float("nan"), 0]], "topk_ids": ids}).encode(), SPEC)
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
@@ -74,7 +96,8 @@ def test_anything_else_is_the_request_s_fault(body: Any) -> None:
         fault = None
     except RequestError as error:
         fault = error.param
-    assert fault in (None, "hidden_states") or fault in body
+    together = ("topk_ids", "topk_weights")
+    assert fault in (None, "hidden_states") or fault in body or (fault in together and any(f in body for f in together))
 
 
 @given(st.binary(max_size=40) | st.text(alphabet='[]{}":,NaN0', max_size=40).map(str.encode))

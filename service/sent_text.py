@@ -1,0 +1,22 @@
+"""Text from unknown hands, made fit to be told again: in an answer, on one line of a log, and not without end."""
+
+import re
+
+LONGEST = 2000
+"""Characters of a message that are told; names of adapters and parameters are well below."""
+
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def told(text: str, longest: int = LONGEST) -> str:
+    """``text`` as UTF-8 can carry it (lone surrogates, as in file names that are not UTF-8, are escaped),
+    its middle left out where it is longer than ``longest`` characters."""
+    if len(text) > longest:
+        half = longest // 2
+        text = f"{text[:half]} … {text[-half:]}"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def on_one_line(text: str) -> str:
+    """``text`` with its control characters escaped, so that nobody can write lines into a log."""
+    return _CONTROLS.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
