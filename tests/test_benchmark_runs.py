@@ -267,8 +267,10 @@ def test_kernel_rows(fake: BenchDriver, tmp_path: Path, plan: Plan) -> None:
     assert read["sort"] is None is read["gather"]
 
 
-def test_kernels_of_two_streams_cannot_be_told_apart(fake: BenchDriver) -> None:
-    assert main(["kernels", *NUMBERS, *FEW, "--plan", "two_stream", "--tokens", "4", "--adapters", "1"]) == 2
+def test_kernels_of_two_streams_cannot_be_told_apart(fake: BenchDriver, tmp_path: Path) -> None:
+    code, written = run(tmp_path, "kernels", "--plan", "two_stream", "--tokens", "4", "--adapters", "1")
+    assert code == 2
+    assert {row["rank"] for row in written["rows"]} == {0}, "without adapters there is one stream"
 
 
 def test_host_rows(fake: BenchDriver, tmp_path: Path) -> None:
