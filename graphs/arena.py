@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..layer.errors import EngineError
+from ..layer.layout import round_up
 from .memory import DeviceBuffer
 from .streams import Stream
 
@@ -62,9 +63,9 @@ class ArenaPlan:
             if buffer.name in self.buffers:
                 raise EngineError(f"arena {name}: buffer {buffer.name} is declared twice")
             self.buffers[buffer.name] = buffer
-            self.offsets[buffer.name] = _round_up(end, buffer.alignment)
+            self.offsets[buffer.name] = round_up(end, buffer.alignment)
             end = self.offsets[buffer.name] + buffer.num_bytes
-        self.total_bytes = max(_round_up(end, ALIGNMENT), ALIGNMENT)
+        self.total_bytes = max(round_up(end, ALIGNMENT), ALIGNMENT)
         self.alignment = max((buffer.alignment for buffer in self.buffers.values()), default=ALIGNMENT)
 
     def describe(self) -> list[ArenaRow]:
@@ -157,11 +158,7 @@ def _room(plan: ArenaPlan) -> int:
 
 
 def _placed(plan: ArenaPlan, memory: DeviceBuffer) -> int:
-    base = _round_up(memory.pointer, plan.alignment)
+    base = round_up(memory.pointer, plan.alignment)
     if base + plan.total_bytes > memory.pointer + memory.num_bytes:
         raise EngineError(f"arena {plan.name} needs {_room(plan)} bytes, but its memory has {memory.num_bytes}")
     return base
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

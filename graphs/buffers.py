@@ -6,9 +6,9 @@ from enum import StrEnum
 import numpy as np
 import torch
 
-from ..layer.layout import round_up
+from ..layer.layout import BLOCK_K, round_up
 from .arena import ArenaPlan, BufferSpec
-from .geometry import BLOCK_K, RANK_BLOCK, Geometry, token_tile
+from .geometry import RANK_BLOCK, Geometry, token_tile
 
 LAYER_POINTERS = (
     "gate_up",

@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass
 
-from ..layer.layout import round_up
+from ..layer.layout import BLOCK_K, round_up
 from ..layer.spec import LayerSpec, RoutingSpec
 
-BLOCK_K = 64
-"""Elements of a K-block, the unit of BlockMajorK."""
 ROW_TILE = 128
 """Weight rows are padded to this, so that every row tile is whole."""
 ROW_ALIGN = 8

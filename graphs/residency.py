@@ -11,7 +11,7 @@ from ..layer import layout
 from ..layer.spec import LayerSpec
 from ..layer.weights import LayerWeights
 from .buffers import LAYER_ARGS
-from .geometry import BLOCK_K, ROW_TILE, Geometry
+from .geometry import ROW_TILE, Geometry
 from .memory import DeviceBuffer
 
 
@@ -76,8 +76,8 @@ class ResidentLayer:
     def _shape(self, name: str) -> tuple[int, int, int]:
         geometry = self.geometry
         if name == "gate_up":
-            return geometry.hidden_blocks, 2 * geometry.intermediate_stride, BLOCK_K
-        return geometry.intermediate_blocks, geometry.output_stride, BLOCK_K
+            return geometry.hidden_blocks, 2 * geometry.intermediate_stride, layout.BLOCK_K
+        return geometry.intermediate_blocks, geometry.output_stride, layout.BLOCK_K
 
     def _expert_bytes(self, name: str) -> int:
         return math.prod(self._shape(name)) * 2

@@ -9,7 +9,7 @@ from torch.nn.functional import silu
 
 from .adapter import LayerAdapter, LoraWeights
 from .engine import LayerBatch
-from .routing import gate_logits, route
+from .routing import route_batch
 from .spec import LayerSpec
 from .tiles import elementwise, linear
 from .weights import LayerWeights
@@ -40,7 +40,7 @@ def layer_output(
     spec: LayerSpec, weights: LayerWeights, batch: LayerBatch, adapters: Mapping[int, LayerAdapter]
 ) -> Tensor:
     """The output of a layer, fp32 ``[T, H]``, not yet rounded; ``adapters`` by slot."""
-    ids, topk_weights = _choices(spec, weights, batch)
+    ids, topk_weights = route_batch(spec, weights, batch)
     slots = torch.full((batch.num_tokens,), -1) if batch.token_slots is None else batch.token_slots
     hidden = batch.hidden_states.float()
     down = _routed_experts(spec, weights, hidden, ids, slots, adapters)
@@ -48,15 +48,6 @@ def layer_output(
     if spec.holds_shared_experts:
         out += _shared_experts(weights, hidden, slots, adapters)
     return out
-
-
-def _choices(spec: LayerSpec, weights: LayerWeights, batch: LayerBatch) -> tuple[Tensor, Tensor]:
-    if batch.topk_ids is not None and batch.topk_weights is not None:
-        return batch.topk_ids, batch.topk_weights
-    logits = batch.router_logits
-    if logits is None:
-        logits = gate_logits(batch.hidden_states, weights.router)
-    return route(logits, spec, weights.correction_bias)
 
 
 def _routed_experts(

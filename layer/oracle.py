@@ -9,7 +9,7 @@ from torch.nn.functional import silu
 
 from .adapter import Adapter, LayerAdapter, LoraWeights
 from .engine import LayerBatch
-from .routing import gate_logits, route
+from .routing import route_batch
 from .spec import LayerSpec
 from .weights import LayerWeights
 
@@ -52,7 +52,7 @@ def layer_forward(
     the sum over choices are not rounded.
     """
     rounded = _rounding(rounding)
-    ids, topk_weights = _choices(spec, weights, batch)
+    ids, topk_weights = route_batch(spec, weights, batch)
     hidden = batch.hidden_states.to(dtype)
     slots = torch.full((batch.num_tokens,), -1) if batch.token_slots is None else batch.token_slots
     layer_adapters = [a.layers.get(spec.index) if a is not None else None for a in adapters]
@@ -116,15 +116,6 @@ def _rounding(rounding: Rounding | None) -> _Round:
     if rounding is None:
         return lambda x: x
     return lambda x: x.to(torch.bfloat16).to(x.dtype)
-
-
-def _choices(spec: LayerSpec, weights: LayerWeights, batch: LayerBatch) -> tuple[Tensor, Tensor]:
-    if batch.topk_ids is not None and batch.topk_weights is not None:
-        return batch.topk_ids, batch.topk_weights
-    logits = batch.router_logits
-    if logits is None:
-        logits = gate_logits(batch.hidden_states, weights.router)
-    return route(logits, spec, weights.correction_bias)
 
 
 def _shared_scale(weights: LayerWeights, hidden: Tensor) -> Tensor:

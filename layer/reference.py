@@ -60,7 +60,7 @@ class ReferenceEngine:
         out = torch.empty_like(batch.hidden_states)
         step = max(1, MAX_SLOT_ROWS // spec.top_k)
         for start in range(0, batch.num_tokens, step):
-            part = _tokens(batch, start, start + step)
+            part = batch.part(start, start + step)
             out[start : start + step] = layer_output(spec, weights, part, adapters)
         return out
 
@@ -111,17 +111,3 @@ class ReferenceEngine:
             if batch.layer in adapter.layers:
                 found[slot] = adapter.layers[batch.layer]
         return found
-
-
-def _tokens(batch: LayerBatch, start: int, stop: int) -> LayerBatch:
-    def part(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor[start:stop]
-
-    return LayerBatch(
-        layer=batch.layer,
-        hidden_states=batch.hidden_states[start:stop],
-        topk_ids=part(batch.topk_ids),
-        topk_weights=part(batch.topk_weights),
-        router_logits=part(batch.router_logits),
-        token_slots=part(batch.token_slots),
-    )

@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
+from .engine import LayerBatch
 from .spec import LayerSpec, RoutingMethod, RoutingSpec
 from .tiles import elementwise, linear
+from .weights import LayerWeights
 
 
 def gate_logits(hidden: Tensor, router: Tensor) -> Tensor:
@@ -46,6 +48,19 @@ def route(logits: Tensor, spec: LayerSpec, correction_bias: Tensor | None = None
     weights = weights * spec.routing.routed_scaling_factor
     poisoned = logits.isnan().any(dim=-1, keepdim=True)
     return ids.to(torch.int32), weights.masked_fill(poisoned, torch.nan)
+
+
+def route_batch(spec: LayerSpec, weights: LayerWeights, batch: LayerBatch) -> tuple[Tensor, Tensor]:
+    """Ids int32 and weights fp32, both ``[T, top_k]``, as ``batch`` has them, or by its logits, or by the gate.
+
+    ``batch`` has been checked against ``spec``.
+    """
+    if batch.topk_ids is not None and batch.topk_weights is not None:
+        return batch.topk_ids, batch.topk_weights
+    logits = batch.router_logits
+    if logits is None:
+        logits = gate_logits(batch.hidden_states, weights.router)
+    return route(logits, spec, weights.correction_bias)
 
 
 def _working_dtype(tensor: Tensor) -> torch.dtype:

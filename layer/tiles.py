@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from .layout import round_up
+
 ROW_TILE = 16
 """Rows of one product."""
 DEPTH = 256
@@ -31,9 +33,9 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     """
     rows, terms = x.shape
     columns = weight.shape[0]
-    padded = x.new_zeros(_up(rows, ROW_TILE), _up(terms, LANES))
+    padded = x.new_zeros(round_up(rows, ROW_TILE), round_up(terms, LANES))
     padded[:rows, :terms] = x
-    out = x.new_zeros(padded.shape[0], _up(columns, LANES))
+    out = x.new_zeros(padded.shape[0], round_up(columns, LANES))
     # Narrow weights (LoRA) are converted many sums deep at once, wide ones a single sum deep.
     span = max(1, WIDTH // out.shape[1]) * DEPTH
     scratch = x.new_empty(min(WIDTH, out.shape[1]) * min(span, padded.shape[1]))
@@ -46,7 +48,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def _fp32_block(weight: Tensor, scratch: Tensor) -> Tensor:
     """``weight`` in ``scratch``, padded with zeros."""
-    rows, terms = _up(weight.shape[0], LANES), _up(weight.shape[1], LANES)
+    rows, terms = round_up(weight.shape[0], LANES), round_up(weight.shape[1], LANES)
     block = scratch[: rows * terms].view(rows, terms)
     if block.shape != weight.shape:
         block.zero_()
@@ -65,13 +67,9 @@ def _accumulate(x: Tensor, block: Tensor, out: Tensor) -> None:
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """``function`` of every element of fp32 ``x``, bit for bit the same wherever an element stands."""
     count = x.numel()
-    blocks = x.new_zeros(_up(count, ELEMENTS))
+    blocks = x.new_zeros(round_up(count, ELEMENTS))
     blocks[:count] = x.reshape(-1)
     for start in range(0, len(blocks), ELEMENTS):
         block = blocks[start : start + ELEMENTS]
         block.copy_(function(block))
     return blocks[:count].view(x.shape)
-
-
-def _up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple

@@ -11,8 +11,8 @@ from torch import Tensor
 from moelet.graphs import buffers, kernels
 from moelet.graphs.adapters import pack_a, pack_b_down, pack_b_gate_up
 from moelet.graphs.compiler import CompileError
-from moelet.graphs.geometry import BLOCK_K, RANK_BLOCK, ROW_ALIGN
-from moelet.layer.layout import CHUNK, PackedShape, down_stored_rows, gate_up_stored_rows
+from moelet.graphs.geometry import RANK_BLOCK, ROW_ALIGN
+from moelet.layer.layout import BLOCK_K, CHUNK, PackedShape, down_stored_rows, gate_up_stored_rows
 from static_asserts import check, constants_of
 
 pytest.importorskip("cuda.bindings.nvrtc")
