@@ -128,7 +128,7 @@ class Forwards:
             streams=rig.streams,
             events=rig.events,
             sm_count=rig.device.sm_count,
-            plan_of=lambda _: self._plan,
+            plan=self._plan,
         )
         variant = Variant(tokens, RoutingInput.TOPK, self._workload.lora)
         built = pool.build(variant, self._plan, captured=False)

@@ -33,7 +33,7 @@ def circumstances(kind: str, arguments: Sequence[str], rig: Rig, commit: str | N
     """What a reader needs to repeat the run; the clocks are read right after the bandwidth was measured."""
     return {
         "kind": kind,
-        "command": shlex.join(["moelet", "bench", kind, *arguments]),
+        "command": shlex.join(["moelet", "bench", kind, *_measuring(arguments)]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit or git_commit(),
         "gpu": rig.device.name,
@@ -44,6 +44,15 @@ def circumstances(kind: str, arguments: Sequence[str], rig: Rig, commit: str | N
         "torch": torch.__version__,
         "read_bandwidth_tb_s": round(rig.bandwidth * 1e-12, 4),
     }
+
+
+def _measuring(arguments: Sequence[str]) -> list[str]:
+    """The arguments less ``--json PATH``: where a result is kept is no part of how it was measured."""
+    kept = list(arguments)
+    if "--json" in kept:
+        place = kept.index("--json")
+        del kept[place : place + 2]
+    return [argument for argument in kept if not argument.startswith("--json=")]
 
 
 def git_commit() -> str:

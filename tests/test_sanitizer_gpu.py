@@ -24,8 +24,10 @@ def test_the_checker_finds_nothing(gpu: Gpu, tool: str) -> None:  # noqa: ARG001
     checker = shutil.which("compute-sanitizer")
     if checker is None:
         pytest.skip("compute-sanitizer is not on the PATH")
+    # Failed driver calls are exceptions already, and asking for one parameter too many is how a kernel's are counted.
+    quiet = ["--report-api-errors", "no"] if tool == "memcheck" else []
     result = subprocess.run(
-        [checker, "--tool", tool, "--error-exitcode", "9", sys.executable, "tests/sanitized_forward.py"],
+        [checker, "--tool", tool, *quiet, "--error-exitcode", "9", sys.executable, "tests/sanitized_forward.py"],
         cwd=ROOT,
         capture_output=True,
         text=True,
