@@ -85,34 +85,12 @@ class Arena:
     def __init__(self, plan: ArenaPlan, memory: DeviceBuffer | None = None) -> None:
         self._owned = memory is None
         self._memory = DeviceBuffer(_room(plan)) if memory is None else memory
-        self._frozen = False
         self.plan = plan
         self._base = _placed(plan, self._memory)
 
     def pointer(self, name: str) -> int:
         """The device address of buffer ``name``."""
         return self._base + self.plan.offsets[self._spec(name).name]
-
-    def freeze(self) -> None:
-        """From here on addresses are baked into graphs: ``grow`` raises."""
-        self._frozen = True
-
-    def grow(self, plan: ArenaPlan) -> None:
-        """Take another plan before capture; addresses change. Raises ``EngineError`` once frozen or where it shares."""
-        if self._frozen:
-            raise EngineError(
-                f"arena {self.plan.name} cannot grow from {self.plan.total_bytes} to {plan.total_bytes} bytes: "
-                "graphs captured over it hold its addresses"
-            )
-        if _room(plan) > self._memory.num_bytes:
-            if not self._owned:
-                raise EngineError(
-                    f"arena {self.plan.name} shares its memory and cannot grow to {plan.total_bytes} bytes"
-                )
-            self._memory.close()
-            self._memory = DeviceBuffer(_room(plan))
-        self.plan = plan
-        self._base = _placed(plan, self._memory)
 
     def poison(self, stream: Stream) -> None:
         """Fill the arena with NaN, in stream order: what a program reads without writing shows."""

@@ -186,7 +186,7 @@ class GraphEngine:
         self._model.layer(layer)
         why = "asked for by --plan" if self._options.plan else "the default for shapes with adapters"
         rows: list[Mapping[str, Any]] = [
-            {"tokens": shape, "captured": True, "plan": self._plan(shape).value, "why": why} for shape in self._shapes
+            {"tokens": shape, "captured": True, "plan": self._plan.value, "why": why} for shape in self._shapes
         ]
         rows.append(
             {
@@ -218,7 +218,8 @@ class GraphEngine:
             owned.close()
         self._device.close()
 
-    def _plan(self, num_tokens: int) -> Plan:  # noqa: ARG002
+    @property
+    def _plan(self) -> Plan:
         return self._options.plan or DEFAULT_PLAN
 
     def _geometry(self, index: int, *, router_fp32: bool) -> Geometry:
@@ -244,7 +245,7 @@ class GraphEngine:
             streams=self._streams,
             events=self._events,
             sm_count=self._device.sm_count,
-            plan_of=self._plan,
+            plan=self._plan,
             memory=memory,
         )
         self._pools[geometry] = pool

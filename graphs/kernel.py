@@ -4,25 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..layer.errors import EngineError
-from .arguments import Argument, ArgumentBlock, encode_tensor_map_2d, float32, int32, int64, pointer, raw, uint32
+from .arguments import Argument, ArgumentBlock
 from .compiler import Cubin
 from .driver import call, check, driver, failure
 from .hazards import Work
 from .streams import Stream
-
-__all__ = [
-    "Argument",
-    "Dim3",
-    "Kernel",
-    "PreparedLaunch",
-    "encode_tensor_map_2d",
-    "float32",
-    "int32",
-    "int64",
-    "pointer",
-    "raw",
-    "uint32",
-]
 
 Dim3 = tuple[int, int, int]
 
@@ -41,21 +27,17 @@ class PreparedLaunch:
         "_config",
         "_function",
         "_launch",
-        "_programmatic",
         "arguments",
         "kernel",
         "stream",
         "work",
     )
 
-    def __init__(
-        self, kernel: "Kernel", config: Any, arguments: ArgumentBlock, stream: Stream, work: Work, programmatic: bool
-    ) -> None:
+    def __init__(self, kernel: "Kernel", config: Any, arguments: ArgumentBlock, stream: Stream, work: Work) -> None:
         self.kernel = kernel
         self.arguments = arguments
         self.stream = stream
         self.work = work
-        self._programmatic = programmatic
         self._config = config
         self._address = arguments.address
         self._function = kernel.function
@@ -89,16 +71,9 @@ class PreparedLaunch:
         if self.stream.tracer is not None:
             self.stream.tracer(self.work)
 
-    def set(self, name: str, value: int | float | bytes) -> None:
-        """Change one argument of later launches, those of ``with_stream`` copies included."""
+    def set(self, name: str, value: int | float) -> None:
+        """Change one argument of later launches; a captured one keeps its own."""
         self.arguments.set(name, value)
-
-    def with_stream(self, stream: Stream) -> "PreparedLaunch":
-        """The same launch on another stream, sharing its arguments."""
-        grid = (self._config.gridDimX, self._config.gridDimY, self._config.gridDimZ)
-        block = (self._config.blockDimX, self._config.blockDimY, self._config.blockDimZ)
-        config = _config(grid, block, self._config.sharedMemBytes, stream, self._programmatic)
-        return PreparedLaunch(self.kernel, config, self.arguments, stream, self.work, self._programmatic)
 
 
 class Kernel:
@@ -123,11 +98,6 @@ class Kernel:
     def name(self) -> str:
         """The kernel's name."""
         return self.cubin.kernel
-
-    def blocks_per_sm(self, threads: int, dynamic_shared_bytes: int) -> int:
-        """How many blocks of that many threads fit onto one SM at a time."""
-        occupancy = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
-        return int(call(occupancy, self.function, threads, dynamic_shared_bytes))
 
     def prepare(
         self,
@@ -169,7 +139,7 @@ class Kernel:
             )
         config = _config(grid, block, dynamic_shared_bytes, stream, programmatic)
         work = Work(label or self.name, frozenset(reads), frozenset(writes), waits, frozenset(early), holds)
-        return PreparedLaunch(self, config, packed, stream, work, programmatic)
+        return PreparedLaunch(self, config, packed, stream, work)
 
     def close(self) -> None:
         """Unload the kernel; its launches, and graphs that hold them, must be gone. A second call does nothing."""

@@ -1,6 +1,6 @@
 """The captured graphs of one geometry, one for each token count, routing input, and with or without LoRA."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .arena import Arena, shared_memory
@@ -50,7 +50,7 @@ class GraphPool:
     """All variants of one geometry over one shared allocation.
 
     ``shapes`` are captured, largest first; ``eager_tokens`` is one more shape that runs eagerly on one stream. Arenas
-    share memory because forwards follow each other on the main stream. ``plan_of`` names the plan of a LoRA shape.
+    share memory because forwards follow each other on the main stream. ``plan`` is that of every captured shape.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class GraphPool:
         streams: Streams,
         events: Events,
         sm_count: int,
-        plan_of: Callable[[int], Plan],
+        plan: Plan,
         memory: DeviceBuffer | None = None,
     ) -> None:
         self.geometry = geometry
@@ -71,7 +71,7 @@ class GraphPool:
         self.eager_tokens = eager_tokens
         self._kernels, self._streams, self._events = kernels, streams, events
         self._sm_count = sm_count
-        self._plan_of = plan_of
+        self._plan = plan
         self._owned = memory is None
         self.memory = arena_memory([geometry], shapes, eager_tokens) if memory is None else memory
         self._runnables: dict[Variant, Runnable] = {}
@@ -85,7 +85,7 @@ class GraphPool:
     def prepare(self, variant: Variant) -> None:
         """Build the variant's program and, for a decode shape, capture it. Call for each of ``variants`` in order."""
         captured = variant.num_tokens != self.eager_tokens
-        plan = self._plan_of(variant.num_tokens) if captured else EAGER_PLAN
+        plan = self._plan if captured else EAGER_PLAN
         self._runnables[variant] = self.build(variant, plan, captured=captured)
 
     def build(
@@ -97,7 +97,6 @@ class GraphPool:
             self.geometry, variant.num_tokens, variant.routing, variant.lora, arena, self._kernels, self._sm_count
         )
         program = build_program(launches, self._streams, self._events, plan, delays)
-        arena.freeze()
         graph = capture(self._streams, program.run, str(variant)) if captured else None
         return Runnable(variant, arena, program, graph)
 

@@ -100,7 +100,7 @@ class FakeLayer:
             streams=self.streams,
             events=self.events,
             sm_count=132,
-            plan_of=lambda _: Plan.FUSED,
+            plan=Plan.FUSED,
         )
 
     def trace(self, program: Program) -> list[str]:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from moelet.graphs.arena import Arena, ArenaPlan, BufferSpec
+from moelet.graphs.arguments import float32, int32, int64, pointer
 from moelet.graphs.compiler import compile_kernel
 from moelet.graphs.cubins import CubinStore
 from moelet.graphs.driver import Device, open_device
-from moelet.graphs.kernel import Kernel, PreparedLaunch, float32, int32, int64, pointer
+from moelet.graphs.kernel import Kernel, PreparedLaunch
 from moelet.graphs.streams import Events, Stream, Streams
 from moelet.layer.errors import DeviceUnavailableError
 
@@ -26,32 +27,8 @@ extern "C" __global__ void __launch_bounds__(256) scaled_sum(
     for (int i = blockIdx.x * 256 + threadIdx.x; i < count; i += gridDim.x * 256) out[i] = a[i] * factor + b[i];
 }
 """
-TILE = """
-struct alignas(64) TensorMap { unsigned char bytes[128]; };
-extern "C" __global__ void tile(const __grid_constant__ TensorMap map, unsigned short* out, int row) {
-    extern __shared__ __align__(1024) unsigned short held[];
-    __shared__ __align__(8) unsigned long long barrier;
-    unsigned int target = static_cast<unsigned int>(__cvta_generic_to_shared(held));
-    unsigned int arrived = static_cast<unsigned int>(__cvta_generic_to_shared(&barrier));
-    if (threadIdx.x == 0) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(arrived) : "memory");
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], 2048;" :: "r"(arrived) : "memory");
-        asm volatile(
-            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-            :: "r"(target), "l"(&map), "r"(0), "r"(row), "r"(arrived) : "memory");
-    }
-    __syncthreads();
-    unsigned int done = 0;
-    while (done == 0) {
-        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(done) : "r"(arrived) : "memory");
-    }
-    for (int i = threadIdx.x; i < 1024; i += blockDim.x) out[i] = held[i];
-}
-"""
 STRAY = 'extern "C" __global__ void stray(int* x) { x[threadIdx.x] = 1; }'
-KERNELS = {"scaled_sum": SCALED_SUM, "tile": TILE, "stray": STRAY}
+KERNELS = {"scaled_sum": SCALED_SUM, "stray": STRAY}
 
 
 @pytest.fixture(scope="module")

@@ -5,33 +5,22 @@ import struct
 import pytest
 
 from fake_driver import FakeDriver, ok
-from moelet.graphs.arguments import ArgumentBlock
+from moelet.graphs.arguments import float32, int32, int64, pointer
 from moelet.graphs.compiler import Cubin, Resources
 from moelet.graphs.driver import DriverError, driver
-from moelet.graphs.kernel import (
-    Kernel,
-    PreparedLaunch,
-    encode_tensor_map_2d,
-    float32,
-    int32,
-    int64,
-    pointer,
-    raw,
-    uint32,
-)
+from moelet.graphs.kernel import Kernel, PreparedLaunch
 from moelet.graphs.streams import Stream
 from moelet.layer.errors import EngineError, EngineFailedError
 
 pytest.importorskip("cuda.bindings.driver")
 
 CUBIN = Cubin("scale", "sm_90a", b"\x7fELF", "", Resources(16, 0, 0, 1024, 0), "compiled")
-MAP = bytes(range(128))
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver().install(monkeypatch)
-    fake.parameter_sizes = [8, 4, 128, 4, 8, 4]
+    fake.parameter_sizes = [8, 4, 8, 4]
     return fake
 
 
@@ -39,8 +28,6 @@ def prepared(stream: Stream, kernel: Kernel | None = None, **changes: object) ->
     arguments = {
         "x": pointer(0x7F0000000100),
         "tokens": int32(-3),
-        "map": raw(MAP),
-        "count": uint32(0xFFFFFFFF),
         "stride": int64(-(1 << 40)),
         "scale": float32(0.5),
     }
@@ -49,33 +36,23 @@ def prepared(stream: Stream, kernel: Kernel | None = None, **changes: object) ->
 
 
 def expected(**changes: object) -> bytes:
-    values = {"x": 0x7F0000000100, "tokens": -3, "map": MAP, "count": 0xFFFFFFFF, "stride": -(1 << 40), "scale": 0.5}
-    return struct.pack("<Qi128sIqf", *{**values, **changes}.values())
+    values = {"x": 0x7F0000000100, "tokens": -3, "stride": -(1 << 40), "scale": 0.5}
+    return struct.pack("<Qiqf", *{**values, **changes}.values())
 
 
 def test_arguments_arrive_as_typed_and_change_in_place(fake: FakeDriver) -> None:
-    main, side = Stream("main"), Stream("side")
+    main = Stream("main")
     launch = prepared(main)
     launch.launch()
     launch.set("tokens", 9)
-    launch.set("map", MAP[::-1])
     launch.launch()
-    launch.with_stream(side).launch()
-    changed = expected(tokens=9, map=MAP[::-1])
-    assert fake.launches == [(int(main), expected()), (int(main), changed), (int(side), changed)]
-
-
-def test_raw_structs_are_aligned_as_tensor_maps_must_be() -> None:
-    block = ArgumentBlock({"a": int32(1), "map": raw(MAP), "b": int32(2), "c": pointer(3)})
-    pointers = [block._pointers[i] for i in range(4)]
-    assert pointers[1] % 64 == 0
-    assert pointers[3] % 8 == 0
-    assert block.sizes == [4, 128, 4, 8]
+    assert fake.launches == [(int(main), expected()), (int(main), expected(tokens=9))]
 
 
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(
-    ("name", "value"), [("tokens", 1 << 31), ("count", -1), ("map", MAP[:-1]), ("x", -1), ("tokens", 1.5), ("none", 0)]
+    ("name", "value"),
+    [("tokens", 1 << 31), ("stride", 1 << 63), ("x", -1), ("tokens", 1.5), ("scale", 1e39), ("none", 0)],
 )
 def test_a_value_that_does_not_fit_is_refused_and_changes_nothing(name: str, value: object, fake: FakeDriver) -> None:
     launch = prepared(Stream("main"))
@@ -87,9 +64,7 @@ def test_a_value_that_does_not_fit_is_refused_and_changes_nothing(name: str, val
 
 @pytest.mark.usefixtures("fake")
 def test_arguments_that_the_kernel_does_not_take_are_refused() -> None:
-    with pytest.raises(
-        EngineError, match=r"takes parameters of \[8, 4, 128, 4, 8, 4\] bytes, but the arguments x have"
-    ):
+    with pytest.raises(EngineError, match=r"takes parameters of \[8, 4, 8, 4\] bytes, but the arguments x have"):
         prepared(Stream("main"), arguments={"x": pointer(0)})
 
 
@@ -136,38 +111,3 @@ def test_a_launch_that_fails_names_the_kernel(code: str, kind: type, monkeypatch
     launch = prepared(Stream("main"), label="scale.up")
     with pytest.raises(kind, match=f"cuLaunchKernelEx of scale.up failed with {code}"):
         launch.launch()
-
-
-def test_tensor_maps_are_encoded_innermost_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple] = []
-
-    def encode(*args: object) -> tuple:
-        seen.append(args)
-        tensor_map = driver.CUtensorMap()
-        tensor_map.opaque = [driver.cuuint64_t(0x0102030405060708 + i) for i in range(16)]
-        return ok(tensor_map)
-
-    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode)
-    data = encode_tensor_map_2d(0x1000, rows=4096, cols=64, box_rows=128, box_cols=32, swizzle128=True)
-    assert data == b"".join((0x0102030405060708 + i).to_bytes(8, "little") for i in range(16))
-    [(dtype, rank, base, sizes, strides, box, steps, _, swizzle, *_)] = seen
-    assert dtype == driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-    assert (rank, base) == (2, 0x1000)
-    assert [[int(value) for value in values] for values in (sizes, strides, box, steps)] == [
-        [64, 4096],
-        [128],
-        [32, 128],
-        [1, 1],
-    ]
-    assert swizzle == driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
-    encode_tensor_map_2d(0x1000, 4096, 256, 128, 128, swizzle128=False)
-    assert seen[1][8] == driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE
-
-
-@pytest.mark.parametrize(
-    ("base", "cols", "box_rows", "box_cols"),
-    [(0x1008, 64, 64, 64), (0x1000, 60, 64, 32), (0x1000, 64, 257, 64), (0x1000, 64, 64, 4), (0x1000, 256, 64, 128)],
-)
-def test_tensor_maps_that_the_hardware_refuses_are_refused(base: int, cols: int, box_rows: int, box_cols: int) -> None:
-    with pytest.raises(EngineError, match="16 bytes"):
-        encode_tensor_map_2d(base, 128, cols, box_rows, box_cols)
