@@ -1,11 +1,12 @@
-"""Every kernel specialisation that a geometry and a shape need, and the loaded kernels of one engine."""
+"""What each kernel is compiled for, and the loaded kernels of one engine."""
 
 from collections.abc import Iterable
 
+from ..layer.errors import UnsupportedCheckpointError
 from ..layer.spec import RoutingMethod
 from .compiler import Specialisation, compile_kernel
 from .cubins import CubinStore
-from .geometry import GemmConfig, Geometry, gemm_config
+from .geometry import GemmConfig, gemm_config
 from .kernel import Kernel
 
 EPILOGUE_GATE_UP, EPILOGUE_ACTIVATION, EPILOGUE_DOWN, EPILOGUE_DOWN_FP32 = 0, 1, 2, 3
@@ -70,8 +71,10 @@ def gate(router_fp32: bool, shared_gate: bool) -> Specialisation:
 
 
 def route(method: RoutingMethod, num_experts: int) -> Specialisation:
-    """Top-k selection by one method. Raises ``StopIteration`` beyond 1024 experts, which no spec allows."""
-    per_lane = next(size for size in PER_LANE if size * 32 >= num_experts)
+    """Top-k selection by one method. Raises ``UnsupportedCheckpointError`` for more experts than a warp holds."""
+    per_lane = next((size for size in PER_LANE if size * 32 >= num_experts), None)
+    if per_lane is None:
+        raise UnsupportedCheckpointError(f"a GPU routes among {32 * PER_LANE[-1]} experts at most, got {num_experts}")
     return Specialisation("route.cu", {"METHOD": METHODS[method], "PER_LANE": per_lane})
 
 
@@ -94,16 +97,6 @@ def for_tiles(tiles: Iterable[int], *, lora: bool) -> list[Specialisation]:
     return [
         grouped_gemm(gemm_config(tile, lora=adds), epilogue, lora=adds) for tile in tiles for epilogue, adds in variants
     ]
-
-
-def for_geometry(geometry: Geometry, tiles: Iterable[int]) -> list[Specialisation]:
-    """All that a geometry needs for token tiles ``tiles``, with and without LoRA."""
-    lora = geometry.max_loras > 0
-    found = [sort(), gather(), *for_tiles(tiles, lora=lora), finalize(False)]
-    found += [gate(geometry.router_fp32, geometry.shared_gated), route(geometry.routing.method, geometry.num_experts)]
-    if lora:
-        found += [lora_shrink(2), lora_shrink(1), lora_expand(2), lora_expand(1), activation(), finalize(True)]
-    return found
 
 
 class Kernels:

@@ -6,6 +6,8 @@ from moelet.graphs import kernels
 from moelet.graphs.compiler import SOURCES, Specialisation, compile_kernel
 from moelet.graphs.cubins import CubinStore
 from moelet.graphs.geometry import TOKEN_TILES
+from moelet.layer.errors import UnsupportedCheckpointError
+from moelet.layer.spec import RoutingMethod
 
 BOTH = (False, True)
 SPECIALISATIONS: list[Specialisation] = [
@@ -34,3 +36,8 @@ def test_compiles_without_spills_or_a_stack(specialisation: Specialisation) -> N
     assert cubin.image[:4] == b"\x7fELF"
     used = cubin.resources
     assert (used.spill_stores, used.spill_loads, used.stack_bytes) == (0, 0, 0), cubin.log
+
+
+def test_more_experts_than_a_warp_holds_are_refused() -> None:
+    with pytest.raises(UnsupportedCheckpointError, match="among 1024 experts at most, got 1025"):
+        kernels.route(RoutingMethod.SOFTMAX_TOPK, 1025)
