@@ -16,7 +16,11 @@ Step = Callable[[], None]
 class Plan(StrEnum):
     """What runs where; every plan gives the same bits.
 
-    ``FUSED``: the expands are the last stages of the GEMMs, whose first weights stream in while the shrinks run.
+    ``SINGLE_STREAM``            shrink and expand one after the other, before the GEMM or before finalize
+    ``TWO_STREAM``               those of gate_up on the side stream, beside the gate_up GEMM
+    ``TWO_STREAM_OVERLAP_DOWN``  those of down too, beside the down GEMM, and finalize behind them
+    ``FUSED``                    one stream; the GEMMs expand as they finish a tile, and their first weights stream in
+                                 while the shrinks run
     """
 
     SINGLE_STREAM = "single_stream"
