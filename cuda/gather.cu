@@ -2,7 +2,6 @@
 //
 // A row without a place (no local expert, or a padding token) is left out: nothing of it is read or written.
 #include "common/barrier.cuh"
-#include "common/layer_args.cuh"
 #include "common/layout.cuh"
 
 constexpr int kWarps = 4;

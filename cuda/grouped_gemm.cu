@@ -22,7 +22,7 @@
 #define IS_DOWN (EPILOGUE == EPILOGUE_DOWN || EPILOGUE == EPILOGUE_DOWN_FP32)
 
 static_assert(BLOCK_M == 64 || BLOCK_M == 128, "a row tile is one or two warpgroups");
-static_assert(MAX_N % 8 == 0 && MAX_N <= 256, "a token tile is a multiple of 8 up to 256");
+static_assert(MAX_N % 8 == 0 && MAX_N <= 128, "a token tile is a multiple of 8 up to 128");
 static_assert(!LORA || EPILOGUE == EPILOGUE_ACTIVATION || EPILOGUE == EPILOGUE_DOWN, "the others leave LoRA apart");
 
 constexpr int kConsumers = 2 * BLOCK_M;

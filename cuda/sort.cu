@@ -1,8 +1,8 @@
 // Sorts slot rows by (expert, adapter slot): their places, the token tiles and the adapter groups.
 //
 // Every block counts all slot rows in shared memory and places its own share of them; the first block also writes
-// the token tiles, the last one the adapter groups. A row's place depends on the input alone, not on timing. Rows
-// without a local expert get place -1.
+// the token tiles and resets the GEMMs' tickets, the last one writes the adapter groups. A row's place depends on the
+// input alone, not on timing. Rows without a local expert get place -1.
 #include "common/barrier.cuh"
 #include "common/layer_args.cuh"
 #include "common/layout.cuh"

@@ -1,4 +1,4 @@
-// mbarriers, 1-D bulk copies, named barriers and grid dependencies, as PTX.
+// mbarriers, 1-D bulk copies, L2 policies, named barriers and grid dependencies, as PTX.
 #pragma once
 
 #include "common/types.cuh"

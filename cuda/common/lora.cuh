@@ -13,7 +13,7 @@ __device__ __forceinline__ int64_t h_offset(int block, int row, int projection, 
 }
 
 // delta[16 x 8] += B block * h of eight tokens. Rows l/4 of gate_up are up, rows l/4 + 8 gate: each kind meets only
-// its own h. `b` is this lane's fragment, `h` and `h_up` two ranks of token l/4.
+// its own h. `b` is this lane's fragment, `h`, or `h_gate` and `h_up`, two ranks of token l/4.
 __device__ __forceinline__ void expand_gate_up(float (&delta)[4], uint2 b, uint32_t h_gate, uint32_t h_up) {
     mma_m16n8k8(delta, 0, b.y, h_gate);
     mma_m16n8k8(delta, b.x, 0, h_up);

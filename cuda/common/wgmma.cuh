@@ -4,7 +4,8 @@
 #include "common/types.cuh"
 
 // Shared-memory descriptor of a K-major operand with 128-byte swizzle: address / 16 in bits 0-13, the
-// stride between groups of eight rows (1024 bytes / 16) in bits 32-45, swizzle mode 1 in bits 62-63.
+// stride between groups of eight rows (1024 bytes / 16) in bits 32-45, swizzle mode 1 in bits 62-63. Bits 16-29 mean
+// nothing in this mode.
 // The operand starts at a multiple of 1024 bytes; 16 more elements along K are 32 bytes further.
 __device__ __forceinline__ uint64_t operand_descriptor(uint32_t address) {
     return uint64_t((address & 0x3ffff) >> 4) | (uint64_t(1) << 16) | (uint64_t(64) << 32) | (uint64_t(1) << 62);
@@ -127,42 +128,6 @@ struct Wgmma<128> {
             "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
             "}, %64, %65, 1, 1, 1, 0, 0;"
             : MOELET_D32(0), MOELET_D32(32)
-            : "l"(a), "l"(b));
-    }
-};
-
-template <>
-struct Wgmma<192> {
-    static __device__ __forceinline__ void multiply(float (&d)[96], uint64_t a, uint64_t b) {
-        asm volatile(
-            "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-            "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-            "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-            "}, %96, %97, 1, 1, 1, 0, 0;"
-            : MOELET_D32(0), MOELET_D32(32), MOELET_D32(64)
-            : "l"(a), "l"(b));
-    }
-};
-
-template <>
-struct Wgmma<256> {
-    static __device__ __forceinline__ void multiply(float (&d)[128], uint64_t a, uint64_t b) {
-        asm volatile(
-            "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-            "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-            "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-            "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-            "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-            "}, %128, %129, 1, 1, 1, 0, 0;"
-            : MOELET_D32(0), MOELET_D32(32), MOELET_D32(64), MOELET_D32(96)
             : "l"(a), "l"(b));
     }
 };

@@ -16,10 +16,6 @@ __device__ __forceinline__ int volatile_lane() {
 // Calls `run` with the smallest instruction width that holds `num_rows` tokens.
 template <typename Run>
 __device__ __forceinline__ void with_tile_width(int num_rows, Run run) {
-#if MAX_N > 128
-    if (num_rows > 192) return run(Width<256>{});
-    if (num_rows > 128) return run(Width<192>{});
-#endif
 #if MAX_N > 64
     if (num_rows > 96) return run(Width<128>{});
     if (num_rows > 64) return run(Width<96>{});
