@@ -22,6 +22,7 @@ from moelet.layer.weights import LayerWeights
 from moelet.service.adapter_roots import AdapterRoots
 from moelet.service.app import create_app
 from moelet.service.engine_thread import EngineThread
+from moelet.service.protocol import http_config
 from moelet.service.service import MoeService
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 48, 40, 6, 2
@@ -253,9 +254,8 @@ def running(
 @contextmanager
 def listening(service: MoeService) -> Iterator[str]:
     """``service`` behind uvicorn on a free loopback port; the URL."""
-    config = uvicorn.Config(
-        create_app(service, max_body_bytes=MAX_BODY_BYTES), port=0, log_config=None, access_log=False, lifespan="on"
-    )
+    config = http_config(create_app(service, max_body_bytes=MAX_BODY_BYTES))
+    config.port = 0
     server = uvicorn.Server(config)
     started = threading.Event()
     server.on_tick = partial(_tick, server.on_tick, started)  # type: ignore[method-assign]
