@@ -9,7 +9,8 @@ from .errors import UnavailableError
 
 
 class Lifecycle:
-    """Counts the requests in flight and knows whether new ones may come; used on the event loop alone.
+    """Counts the forwards, loads and unloads in flight and knows whether new ones may come; used on the
+    event loop alone.
 
     ``started``   the service answers forwards
     ``draining``  it was told to stop: what runs is finished, nothing new is admitted

@@ -17,6 +17,7 @@ from rich.console import Console
 from ..layer.errors import ConfigurationError
 from .app import create_app
 from .body import MIB
+from .protocol import http_config
 from .service import MoeService
 from .settings import Settings
 from .startup import open_service
@@ -32,13 +33,7 @@ def serve(settings: Settings) -> int:
     """
     with exit_on_signal(), bound(settings) as listener:
         service = open_service(settings)
-        config = uvicorn.Config(
-            create_app(service, max_body_bytes=int(settings.max_body_mb * MIB)),
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            lifespan="on",
-        )
+        config = http_config(create_app(service, max_body_bytes=int(settings.max_body_mb * MIB)))
         listen(listener, config.backlog)
         log.info("serving on %s", address(listener))
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
@@ -53,6 +48,10 @@ class Server(uvicorn.Server):
     While it drains the listener still answers: ``/ready`` and new forwards with 503. A second
     signal ends the process at once, with 128 + the signal's number.
     """
+
+    client_grace_s = 5.0
+    """How long clients have, once nothing is in flight any more, to send the rest of a body or to
+    read their answer; then their connections end, as one of them could otherwise hold the process for ever."""
 
     def __init__(self, config: uvicorn.Config, service: MoeService) -> None:
         super().__init__(config)
@@ -85,6 +84,19 @@ class Server(uvicorn.Server):
         if self.service.lifecycle.failure is not None:
             self.should_exit = True
         return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close every connection, those of clients that do nothing included, and stop the application."""
+        ending = asyncio.get_running_loop().call_later(self.client_grace_s, self._abort_connections)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    def _abort_connections(self) -> None:
+        for connection in list(self.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
 
     async def _stop_when_idle(self) -> None:
         await self.service.lifecycle.idle()

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -156,6 +157,38 @@ def test_draining_refuses_new_forwards_and_finishes_old_ones(open_engine: OpenEn
             assert service.client.get("/ready").status_code == 503
             assert service.client.get("/health").status_code == 200
         assert old.result().status_code == 200
+
+
+def test_draining_finishes_loads_that_began_and_takes_no_others(open_engine: OpenEngine, tmp_path: Path) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    with running(open_engine, tmp_path) as service, ThreadPoolExecutor() as pool:
+        for name in ("a", "b"):
+            assert service.load(name, service.write(name, 1)).status_code == 200
+        read = service.service.adapters._read
+
+        def slow(folder: Path, root: Path) -> Adapter:
+            begun.set()
+            assert go_on.wait(30)
+            return read(folder, root)
+
+        service.service.adapters._read = slow
+        loading = pool.submit(service.load, "c", "a")
+        assert begun.wait(10)
+        service.service.lifecycle.begin_drain()
+        assert service.service.lifecycle.in_flight == 1
+        before = service.records()
+        refused = [
+            service.load("d", "a"),
+            service.client.put("/v1/adapters/a", json={"path": "b"}),
+            service.client.delete("/v1/adapters/a"),
+            service.client.post("/v1/unload_lora_adapter", json={"lora_name": "b"}),
+        ]
+        assert [(answer.status_code, answer.headers["retry-after"]) for answer in refused] == [(503, "1")] * 4
+        assert service.records() == before
+        go_on.set()
+        assert loading.result().status_code == 200
+        assert [record["name"] for record in service.records()] == ["a", "b", "c"]
+        assert service.service.lifecycle.in_flight == 0
 
 
 def test_an_engine_that_does_not_open_raises_where_it_was_asked_for() -> None:

@@ -50,6 +50,11 @@ def fail(self, batch):
 ReferenceEngine.forward = fail
 """
 
+SHORT_GRACE = """
+from moelet.service.server import Server
+Server.client_grace_s = 0.5
+"""
+
 
 @dataclass
 class Served:
@@ -157,6 +162,22 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         assert it.process.wait(5) == 128 + signal.SIGTERM
         with pytest.raises(httpx.HTTPError):
             running.result()
+
+
+@pytest.mark.parametrize("tokens", [0, 20_000])
+def test_clients_that_neither_send_nor_read_do_not_hold_the_process(tmp_path: Path, tokens: int) -> None:
+    """Half a body is sent, or a whole one whose answer, larger than any socket's buffer, is not read."""
+    body = b'{"hidden_states": [' + b",".join([b"[%s]" % b",".join([b"0.3"] * 64)] * tokens) + b"]}"
+    length = len(body) + (0 if tokens else 1)
+    head = f"POST /v1/layers/0/forward HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
+    with served(tmp_path, before=SHORT_GRACE) as it:
+        url = it.client.base_url
+        with socket.create_connection((url.host, url.port)) as idle:
+            idle.sendall(head + body)
+            assert (idle.recv(1) if tokens else it.client.get("/ready").content) != b""
+            it.process.send_signal(signal.SIGTERM)
+            assert it.wait() == 0
+    assert "Traceback" not in it.log.read_text()
 
 
 def test_a_failed_engine_ends_with_1(tmp_path: Path) -> None:

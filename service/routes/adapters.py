@@ -19,7 +19,7 @@ Timeout = Annotated[float, Query(ge=0, le=600, description="how long to wait for
 @router.post(
     "/v1/load_lora_adapter",
     response_class=PlainTextResponse,
-    responses=errors(400, 403, 404, 409),
+    responses=errors(400, 403, 404, 409, 503),
     openapi_extra=takes(LoadLoraAdapter),
 )
 async def load_lora_adapter(request: Request) -> PlainTextResponse:
@@ -27,23 +27,26 @@ async def load_lora_adapter(request: Request) -> PlainTextResponse:
     service = service_of(request)
     with service.metrics.adapter_load():
         body = await read_body(request, LoadLoraAdapter)
-        await service.adapters.load(
-            body.lora_name, body.lora_path, param="lora_path", pinned=body.pinned, replace=body.load_inplace
-        )
+        with service.lifecycle.admit():
+            await service.adapters.load(
+                body.lora_name, body.lora_path, param="lora_path", pinned=body.pinned, replace=body.load_inplace
+            )
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
 @router.post(
     "/v1/unload_lora_adapter",
     response_class=PlainTextResponse,
-    responses=errors(400, 404, 409),
+    responses=errors(400, 404, 409, 503),
     openapi_extra=takes(UnloadLoraAdapter),
 )
 async def unload_lora_adapter(request: Request) -> PlainTextResponse:
     """Unload an adapter once no request holds it."""
+    service = service_of(request)
     body = await read_body(request, UnloadLoraAdapter)
     check_name(body.lora_name)
-    await service_of(request).adapters.unload(body.lora_name, UNLOAD_TIMEOUT_S)
+    with service.lifecycle.admit():
+        await service.adapters.unload(body.lora_name, UNLOAD_TIMEOUT_S)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
@@ -63,7 +66,7 @@ async def get_adapter(request: Request, name: str) -> AdapterRecord:
 
 @router.put(
     "/v1/adapters/{name}",
-    responses={201: {"model": AdapterRecord}, **errors(400, 403, 404, 409)},
+    responses={201: {"model": AdapterRecord}, **errors(400, 403, 404, 409, 503)},
     openapi_extra=takes(PutAdapter),
 )
 async def put_adapter(request: Request, response: Response, name: str) -> AdapterRecord:
@@ -72,12 +75,17 @@ async def put_adapter(request: Request, response: Response, name: str) -> Adapte
     with service.metrics.adapter_load():
         check_name(name, "name")
         body = await read_body(request, PutAdapter)
-        version, created = await service.adapters.load(name, body.path, param="path", pinned=body.pinned, replace=True)
+        with service.lifecycle.admit():
+            version, created = await service.adapters.load(
+                name, body.path, param="path", pinned=body.pinned, replace=True
+            )
     response.status_code = 201 if created else 200
     return AdapterRecord.model_validate(service.adapters.record(version))
 
 
-@router.delete("/v1/adapters/{name}", responses=errors(400, 404, 409))
+@router.delete("/v1/adapters/{name}", responses=errors(400, 404, 409, 503))
 async def delete_adapter(request: Request, name: str, timeout_s: Timeout = UNLOAD_TIMEOUT_S) -> AdapterRecord:
     """Unload an adapter once no request holds it; 409 and nothing changed when that takes longer."""
-    return AdapterRecord.model_validate(await service_of(request).adapters.unload(name, timeout_s))
+    service = service_of(request)
+    with service.lifecycle.admit():
+        return AdapterRecord.model_validate(await service.adapters.unload(name, timeout_s))
