@@ -27,13 +27,15 @@ RUN /opt/moelet/bin/python -m pip wheel --no-deps --no-build-isolation --wheel-d
 FROM ${BASE}
 COPY --from=dependencies /opt/moelet /opt/moelet
 COPY --from=wheel /dist /dist
-RUN /opt/moelet/bin/python -m pip install --no-cache-dir --no-deps --no-index /dist/*.whl && rm -rf /dist
+RUN /opt/moelet/bin/python -m pip install --no-cache-dir --no-deps --no-index /dist/*.whl && rm -rf /dist \
+ && /opt/moelet/bin/python -m moelet.graphs.ahead /opt/moelet/cubins sm_90a
 
 ENV PATH=/opt/moelet/bin:${PATH} \
     HOME=/tmp \
     PYTHONUNBUFFERED=1 \
     MOELET_HOST=0.0.0.0 \
     MOELET_CACHE_DIR=/tmp/moelet \
+    MOELET_CUBIN_DIR=/opt/moelet/cubins \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001

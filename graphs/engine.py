@@ -18,6 +18,7 @@ from .compiler import check_driver
 from .driver import Device, open_device
 from .geometry import Geometry
 from .kernels import Kernels
+from .limits import check_limits
 from .memory import DeviceBuffer
 from .pool import EAGER_PLAN, GraphPool, Runnable, arena_memory
 from .program import Plan
@@ -30,8 +31,6 @@ DECODE_SHAPES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Token counts captured by default, up to the decode limit."""
 MAX_EAGER_TOKENS = 2048
 """Tokens of the largest eager forward; a larger batch runs in parts of this, with the same bits."""
-MAX_KEYS = 0xFFFF
-"""What the sort's 16-bit keys hold: experts times (slots + 1)."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many steps of it are done, and of how many."""
@@ -230,10 +229,7 @@ class GraphEngine:
             max_loras=options.max_loras,
             max_lora_rank=options.max_lora_rank,
         )
-        if geometry.experts * (options.max_loras + 1) >= MAX_KEYS:
-            raise ConfigurationError(
-                f"{geometry.experts} experts times {options.max_loras + 1} is more than {MAX_KEYS}: lower --max-loras"
-            )
+        check_limits(geometry, options.eager_tokens, self._device.max_shared_memory)
         return geometry
 
     def _capture(self, geometry: Geometry, memory: DeviceBuffer, progress: Progress | None) -> None:

@@ -104,6 +104,11 @@ class Geometry:
         experts = min(slot_rows, self.experts)
         return max(experts + (slot_rows - experts) // tile, 1)
 
+    def sort_shared_bytes(self, num_tokens: int, *, slots: int) -> int:
+        """Shared memory of a sort block: counters of experts and their buckets, and a 16-bit key a slot row."""
+        counters = 32 + self.experts * (3 + slots + 1)
+        return 4 * counters + 2 * num_tokens * self.choices
+
     def lora_groups(self, num_tokens: int) -> int:
         """(expert, adapter slot) pairs that ``num_tokens`` tokens can make at the most."""
         return max(min(num_tokens * self.choices, self.experts * self.max_loras), 1)

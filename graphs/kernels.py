@@ -6,7 +6,7 @@ from ..layer.errors import UnsupportedCheckpointError
 from ..layer.spec import RoutingMethod
 from .compiler import Specialisation, compile_kernel
 from .cubins import CubinStore
-from .geometry import GemmConfig, gemm_config
+from .geometry import TOKEN_TILES, GemmConfig, gemm_config
 from .kernel import Kernel
 
 EPILOGUE_GATE_UP, EPILOGUE_ACTIVATION, EPILOGUE_DOWN, EPILOGUE_DOWN_FP32 = 0, 1, 2, 3
@@ -96,6 +96,22 @@ def for_tiles(tiles: Iterable[int], *, lora: bool) -> list[Specialisation]:
         variants += [(EPILOGUE_GATE_UP, False), (EPILOGUE_DOWN_FP32, False)]
     return [
         grouped_gemm(gemm_config(tile, lora=adds), epilogue, lora=adds) for tile in tiles for epilogue, adds in variants
+    ]
+
+
+def all_specialisations() -> list[Specialisation]:
+    """Every kernel that an engine may ever load: what is compiled ahead of time, and what the tests compile."""
+    either = (False, True)
+    return [
+        *[route(method, 32 * per_lane) for method in METHODS for per_lane in PER_LANE],
+        *[gate(router_fp32, shared_gate) for router_fp32 in either for shared_gate in either],
+        sort(),
+        gather(),
+        *[lora_shrink(projections) for projections in (1, 2)],
+        *[lora_expand(projections) for projections in (1, 2)],
+        *for_tiles(TOKEN_TILES, lora=True),
+        activation(),
+        *[finalize(lora) for lora in either],
     ]
 
 

@@ -74,13 +74,12 @@ class Launches(LoraLaunches):
         """Places of all slot rows, token tiles and adapter groups; also resets the GEMMs' tickets."""
         geometry = self.geometry
         slots = geometry.max_loras if self.lora else 0
-        counters = 32 + geometry.experts * (3 + slots + 1)
         blocks = min(max(-(-self.slot_rows // SORT_WARPS), 1 + self.lora), self.sm_count)
         lora_writes = {"row_slots", "groups", "num_groups"} if self.lora else set()
         return self.kernels.get(kernels.sort(), dynamic=True).prepare(
             grid=(blocks, 1, 1),
             block=(SORT_WARPS * 32, 1, 1),
-            dynamic_shared_bytes=4 * counters + 2 * self.slot_rows,
+            dynamic_shared_bytes=geometry.sort_shared_bytes(self.num_tokens, slots=slots),
             stream=stream,
             arguments={
                 "layer": self.layer,

@@ -7,6 +7,7 @@ from .arena import ArenaRow
 from .buffers import LORA_ENTRY, plan_buffers
 from .engine import GraphOptions
 from .geometry import Geometry
+from .limits import check_limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,8 @@ class MemoryPlan:
     What the driver takes for itself and for instantiated graphs comes on top: the engine reports that once it runs.
     """
 
+    max_loras: int
+    max_lora_rank: int
     weight_bytes: int
     slot_bytes: int
     all_slots_bytes: int
@@ -39,12 +42,16 @@ class MemoryPlan:
 
 
 def plan_memory(model: ModelSpec, options: GraphOptions) -> MemoryPlan:
-    """What ``GraphEngine`` allocates for ``model``. Raises ``ConfigurationError`` as it does."""
+    """What ``GraphEngine`` allocates for ``model``, a router counted in bf16.
+
+    Raises ``ConfigurationError`` where a Hopper GPU cannot serve it.
+    """
     layers: dict[Geometry, list[int]] = {}
     for index, spec in model.layers.items():
         geometry = Geometry.of(
             spec, router_fp32=False, max_loras=options.max_loras, max_lora_rank=options.max_lora_rank
         )
+        check_limits(geometry, options.eager_tokens)
         layers.setdefault(geometry, []).append(index)
     sizes = [*options.shapes, options.eager_tokens]
     shapes = [
@@ -61,6 +68,8 @@ def plan_memory(model: ModelSpec, options: GraphOptions) -> MemoryPlan:
     largest = max(layers, key=lambda geometry: plan_buffers(geometry, sizes[-1], lora=True).total_bytes)
     slot_bytes = sum(_slot_bytes(geometry) * len(indices) for geometry, indices in layers.items())
     return MemoryPlan(
+        max_loras=options.max_loras,
+        max_lora_rank=options.max_lora_rank,
         weight_bytes=sum(_weight_bytes(geometry) * len(indices) for geometry, indices in layers.items()),
         slot_bytes=slot_bytes,
         all_slots_bytes=slot_bytes * options.max_loras,

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .adapter import Adapter, LayerAdapter, LoraWeights
-from .layout import PackedShape
 from .spec import LayerSpec, ModelSpec, RoutingMethod, ranges
 
 
@@ -15,8 +14,6 @@ class LayerReport:
     """One MoE layer that is served: its sizes, how it routes, and its bytes.
 
     ``weight_bytes``  on the host, as loaded
-    ``packed_bytes``  on a GPU: experts and shared experts in BlockMajorK, the router as loaded
-    ``slot_bytes``    of one adapter slot, at the largest rank
     """
 
     index: int
@@ -30,8 +27,6 @@ class LayerReport:
     shared_gated: bool
     routing: str
     weight_bytes: int
-    packed_bytes: int
-    slot_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +39,7 @@ class SkippedLayers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointReport:
-    """A checkpoint layer by layer; its bytes are sums over ``layers``, ``all_slots_bytes`` for ``max_loras`` slots."""
+    """A checkpoint layer by layer; ``weight_bytes`` is the sum over ``layers``."""
 
     name: str
     model_type: str
@@ -53,12 +48,7 @@ class CheckpointReport:
     layers: tuple[LayerReport, ...]
     skipped: tuple[SkippedLayers, ...]
     notes: tuple[str, ...]
-    max_loras: int
-    max_lora_rank: int
     weight_bytes: int
-    packed_bytes: int
-    slot_bytes: int
-    all_slots_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,14 +107,9 @@ class AdapterReport:
     refused: tuple[str, ...]
 
 
-def checkpoint_report(
-    model: ModelSpec, layer_nbytes: Mapping[int, int], notes: Sequence[str], *, max_loras: int, max_lora_rank: int
-) -> CheckpointReport:
+def checkpoint_report(model: ModelSpec, layer_nbytes: Mapping[int, int], notes: Sequence[str]) -> CheckpointReport:
     """What serving ``model`` means; ``layer_nbytes`` maps every served layer to ``LayerWeights.nbytes``."""
-    layers = tuple(
-        _layer_report(model.layers[index], layer_nbytes[index], max_lora_rank) for index in sorted(model.layers)
-    )
-    slot_bytes = sum(layer.slot_bytes for layer in layers)
+    layers = tuple(_layer_report(model.layers[index], layer_nbytes[index]) for index in sorted(model.layers))
     return CheckpointReport(
         name=model.name,
         model_type=model.model_type,
@@ -133,12 +118,7 @@ def checkpoint_report(
         layers=layers,
         skipped=tuple(_skipped(model)),
         notes=tuple(notes),
-        max_loras=max_loras,
-        max_lora_rank=max_lora_rank,
         weight_bytes=sum(layer.weight_bytes for layer in layers),
-        packed_bytes=sum(layer.packed_bytes for layer in layers),
-        slot_bytes=slot_bytes,
-        all_slots_bytes=max_loras * slot_bytes,
     )
 
 
@@ -160,25 +140,6 @@ def adapter_report(adapter: Adapter, model: ModelSpec | None = None) -> AdapterR
     )
 
 
-def packed_nbytes(spec: LayerSpec) -> int:
-    """Bytes of one layer's experts in BlockMajorK; shared experts count as experts of the routed width."""
-    gate_up = PackedShape(2 * spec.intermediate_size, spec.hidden_size)
-    down = PackedShape(spec.hidden_size, spec.intermediate_size)
-    experts = spec.num_local_experts + spec.num_shared_chunks
-    return gate_up.nbytes(experts) + down.nbytes(experts)
-
-
-def slot_nbytes(spec: LayerSpec, max_lora_rank: int) -> int:
-    """Bytes of one adapter slot in one layer, for ``E`` local experts and the chunks of the shared ones.
-
-    bf16 A of gate and up ``[E, R, H]``, of down ``[E, R, I]``; B of gate and up ``[E, I, R]``, of down
-    ``[E, H, R]``; and for each of the three an fp32 scaling and an int32 rank per expert.
-    """
-    experts = spec.num_local_experts + spec.num_shared_chunks
-    projection = 2 * max_lora_rank * (spec.hidden_size + spec.intermediate_size) + 4 + 4
-    return 3 * experts * projection
-
-
 def routing_in_words(spec: LayerSpec) -> str:
     """The routing method of a layer as a sentence fragment."""
     routing, best = spec.routing, f"the best {spec.top_k} of {spec.num_experts} experts"
@@ -196,9 +157,7 @@ def routing_in_words(spec: LayerSpec) -> str:
     return words if scale == 1.0 else f"{words}, times {scale:g}"
 
 
-def _layer_report(spec: LayerSpec, weight_bytes: int, max_lora_rank: int) -> LayerReport:
-    shared = spec.shared_intermediate_size if spec.holds_shared_experts else 0
-    plain = 2 * 3 * spec.hidden_size * (spec.num_local_experts * spec.intermediate_size + shared)
+def _layer_report(spec: LayerSpec, weight_bytes: int) -> LayerReport:
     return LayerReport(
         index=spec.index,
         hidden_size=spec.hidden_size,
@@ -211,8 +170,6 @@ def _layer_report(spec: LayerSpec, weight_bytes: int, max_lora_rank: int) -> Lay
         shared_gated=spec.shared_gated,
         routing=routing_in_words(spec),
         weight_bytes=weight_bytes,
-        packed_bytes=weight_bytes - plain + packed_nbytes(spec),
-        slot_bytes=slot_nbytes(spec, max_lora_rank),
     )
 
 

@@ -37,7 +37,7 @@ def inspect(path: Path, base: Path | None, *, max_loras: int, max_lora_rank: int
     if not (path / "adapter_config.json").exists():
         opened = open_checkpoint(path)
         nbytes = {index: opened.layer_nbytes(index) for index in opened.model.layers}
-        report = checkpoint_report(opened.model, nbytes, opened.notes, max_loras=max_loras, max_lora_rank=max_lora_rank)
+        report = checkpoint_report(opened.model, nbytes, opened.notes)
         options = GraphOptions(max_loras=max_loras, max_lora_rank=max_lora_rank)
         return Inspected(report, plan_memory(opened.model, options))
     model = open_checkpoint(base or default_base(path)).model

@@ -5,21 +5,11 @@ import pytest
 from moelet.graphs import kernels
 from moelet.graphs.compiler import SOURCES, Specialisation, compile_kernel
 from moelet.graphs.cubins import CubinStore
-from moelet.graphs.geometry import TOKEN_TILES
 from moelet.layer.errors import UnsupportedCheckpointError
 from moelet.layer.spec import RoutingMethod
 
-BOTH = (False, True)
 SPECIALISATIONS: list[Specialisation] = [
-    *[kernels.route(method, 32 * per_lane) for method in kernels.METHODS for per_lane in kernels.PER_LANE],
-    *[kernels.gate(router_fp32, shared_gate) for router_fp32 in BOTH for shared_gate in BOTH],
-    kernels.sort(),
-    kernels.gather(),
-    *[kernels.lora_shrink(projections) for projections in (1, 2)],
-    *[kernels.lora_expand(projections) for projections in (1, 2)],
-    *kernels.for_tiles(TOKEN_TILES, lora=True),
-    kernels.activation(),
-    *[kernels.finalize(lora) for lora in BOTH],
+    *kernels.all_specialisations(),
     kernels.spin(),
     kernels.stream_read(stage_bytes=32 << 10, stages=6),
 ]

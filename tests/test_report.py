@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from moelet.layer.adapter import Adapter, LayerAdapter, LoraWeights
-from moelet.layer.layout import pack_down, pack_gate_up
-from moelet.layer.report import adapter_report, checkpoint_report, routing_in_words, slot_nbytes
+from moelet.layer.report import adapter_report, checkpoint_report, routing_in_words
 from moelet.layer.spec import LayerSpec, ModelSpec, RoutingMethod, RoutingSpec
 from moelet.layer.weights import LayerWeights
 
@@ -44,74 +43,29 @@ def weights_of(spec: LayerSpec) -> LayerWeights:
     return weights
 
 
-def on_gpu(spec: LayerSpec, weights: LayerWeights) -> int:
-    """Bytes of the layer's tensors once packed, its shared experts cut into chunks of width WIDTH."""
-    chunks = -(-spec.shared_intermediate_size // WIDTH)
-    experts = spec.num_local_experts + chunks
-    tensors = [
-        pack_gate_up(zeros(experts, 2 * WIDTH, HIDDEN)),
-        pack_down(zeros(experts, HIDDEN, WIDTH)),
-        weights.router,
-    ]
-    tensors += [] if weights.shared_gate is None else [weights.shared_gate]
-    return sum(t.nbytes for t in tensors)
-
-
-def slot_of(spec: LayerSpec, rank: int) -> int:
-    """Bytes of one slot's tensors in one layer."""
-    n = spec.num_local_experts + -(-spec.shared_intermediate_size // WIDTH)
-    shapes = [
-        (n, rank, HIDDEN),
-        (n, rank, HIDDEN),
-        (n, WIDTH, rank),
-        (n, WIDTH, rank),
-        (n, rank, WIDTH),
-        (n, HIDDEN, rank),
-    ]
-    numbers = [torch.zeros(3, n, dtype=torch.float32), torch.zeros(3, n, dtype=torch.int32)]
-    return sum(t.nbytes for t in [*(zeros(*shape) for shape in shapes), *numbers])
-
-
 def test_checkpoint_bytes_are_those_of_the_tensors() -> None:
     weights = {index: weights_of(spec) for index, spec in MODEL.layers.items()}
     nbytes = {index: w.nbytes for index, w in weights.items()}
-    report = checkpoint_report(MODEL, nbytes, ["a note"], max_loras=5, max_lora_rank=RANK)
+    report = checkpoint_report(MODEL, nbytes, ["a note"])
     assert [layer.index for layer in report.layers] == [1, 3]
-    for layer in report.layers:
-        spec = MODEL.layers[layer.index]
-        assert layer.weight_bytes == weights[layer.index].nbytes
-        assert layer.packed_bytes == on_gpu(spec, weights[layer.index])
-        assert layer.slot_bytes == slot_of(spec, RANK)
+    assert [layer.weight_bytes for layer in report.layers] == [weights[1].nbytes, weights[3].nbytes]
     assert report.weight_bytes == sum(nbytes.values())
-    assert report.packed_bytes == sum(layer.packed_bytes for layer in report.layers)
-    assert report.slot_bytes == slot_of(PLAIN, RANK) + slot_of(SHARED, RANK)
-    assert report.all_slots_bytes == 5 * report.slot_bytes
     assert report.notes == ("a note",)
 
 
-def test_a_slice_of_the_experts_takes_its_share() -> None:
-    spec = PLAIN.expert_slice(2, 3)
-    weights = weights_of(spec)
-    model = replace(MODEL, layers={1: spec})
-    layer = checkpoint_report(model, {1: weights.nbytes}, [], max_loras=1, max_lora_rank=RANK).layers[0]
-    assert (layer.num_local_experts, layer.local_expert_offset) == (3, 2)
-    assert layer.packed_bytes == on_gpu(spec, weights)
-    assert layer.slot_bytes == slot_of(spec, RANK) < slot_of(PLAIN, RANK)
-    elsewhere = replace(SHARED, num_local_experts=3, local_expert_offset=2)
-    assert slot_nbytes(elsewhere, RANK) == slot_of(spec, RANK), "another slice holds the shared experts"
-    alike = checkpoint_report(
-        replace(MODEL, layers={1: elsewhere}), {1: weights.nbytes}, [], max_loras=1, max_lora_rank=RANK
-    )
-    assert alike.packed_bytes == layer.packed_bytes
+def test_a_slice_of_the_experts_says_which() -> None:
+    model = replace(MODEL, layers={1: PLAIN.expert_slice(2, 3)})
+    layer = checkpoint_report(model, {1: 10**6}, []).layers[0]
+    assert (layer.num_experts, layer.num_local_experts, layer.local_expert_offset) == (EXPERTS, 3, 2)
 
 
 def test_skipped_layers_are_grouped_by_reason() -> None:
-    report = checkpoint_report(MODEL, {1: 10**6, 3: 10**6}, [], max_loras=1, max_lora_rank=RANK)
+    report = checkpoint_report(MODEL, {1: 10**6, 3: 10**6}, [])
     assert [(s.layers, s.reason) for s in report.skipped] == [("0,2", "it is dense"), ("4", "it was left out")]
 
 
 def test_reports_are_json() -> None:
-    report = asdict(checkpoint_report(MODEL, {1: 10**6, 3: 10**6}, ["n"], max_loras=1, max_lora_rank=RANK))
+    report = asdict(checkpoint_report(MODEL, {1: 10**6, 3: 10**6}, ["n"]))
     text = json.loads(json.dumps(report, allow_nan=False))
     assert text["path"] == "some/tiny"
     assert text["layers"][1]["shared_intermediate_size"] == 85
