@@ -13,7 +13,7 @@ from torch import Tensor
 from .errors import CheckpointNotFoundError, ConfigurationError, UnsupportedCheckpointError
 from .families import Family, check_config, config_notes, family_of, layer_specs
 from .naming import PREFIXES, Piece, find_block, group_by_layer, layer_pieces
-from .shards import Shards, StoredTensor, read_json
+from .shards import Shards, StoredTensor, is_file, is_folder, read_json
 from .spec import LayerSpec, ModelSpec, ranges
 from .weights import LayerWeights
 
@@ -73,9 +73,9 @@ def open_checkpoint(
     for what is refused, ``ConfigurationError`` for layers or a slice that the checkpoint has not got.
     """
     path = Path(path)
-    if not path.is_dir():
+    if not is_folder(path):
         raise CheckpointNotFoundError(f"{path} is not a folder: expected one with config.json and safetensors files")
-    if not (path / "config.json").is_file():
+    if not is_file(path / "config.json"):
         raise CheckpointNotFoundError(f"{path} has no config.json, so it is not a checkpoint")
     outer = read_json(path / "config.json")
     family = family_of(outer)

@@ -77,16 +77,16 @@ def write_demo(directory: Path) -> DemoPaths:
     reader finds half a checkpoint.
     Raises ``ConfigurationError`` if another file has one of its names, or nothing can be written.
     """
-    if not all((directory / file).is_file() for file in _FILES):
-        try:
+    try:
+        if not all((directory / file).is_file() for file in _FILES):
             directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".demo-", dir=directory) as draft:
                 _write(Path(draft))
                 _publish(Path(draft), directory)
-        except OSError as error:
-            raise ConfigurationError(
-                f"the demo cannot be written to {directory} ({error.strerror}): name another folder"
-            ) from error
+    except OSError as error:
+        raise ConfigurationError(
+            f"the demo cannot be written to {directory} ({error.strerror}): name another folder"
+        ) from error
     return DemoPaths(checkpoint=directory, adapters={name: directory / name for name in ADAPTERS})
 
 

@@ -10,6 +10,9 @@ from .spec import LayerSpec, RoutingMethod, RoutingSpec
 
 Config = Mapping[str, Any]
 
+MOST_LAYERS = 10_000
+"""Bounds what a config.json that nobody vouches for can make us hold before a tensor is looked for."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
@@ -121,7 +124,7 @@ def layer_specs(config: Config, family: Family) -> Iterator[LayerSpec | str]:
         "top_k": _integer(config, "num_experts_per_tok"),
         "shared_intermediate_size": _shared_width(config, family, width),
     }
-    for index in range(_integer(config, "num_hidden_layers")):
+    for index in range(_num_layers(config)):
         dense = _why_dense(config, family, index)
         yield dense or LayerSpec(index=index, routing=routing, shared_gated=family.shared_gated, **sizes)
 
@@ -175,6 +178,15 @@ def _why_dense(config: Config, family: Family, index: int) -> str:
         if (index + 1) % step:
             return f"it is dense (decoder_sparse_step is {step})"
     return ""
+
+
+def _num_layers(config: Config) -> int:
+    count = _integer(config, "num_hidden_layers")
+    if count > MOST_LAYERS:
+        raise UnsupportedCheckpointError(
+            f"num_hidden_layers in config.json is {count}, and at most {MOST_LAYERS} are served"
+        )
+    return count
 
 
 def _integer(config: Config, *names: str, default: int | None = None) -> int:

@@ -1,6 +1,7 @@
 """The safetensors files of one folder, as one table of tensors that are read only when asked for."""
 
 import json
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,27 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
+
+
+def is_folder(path: Path) -> bool:
+    """Whether ``path`` is a folder. Raises ``CheckpointNotFoundError`` where that may not be looked at."""
+    return stat.S_ISDIR(_mode(path))
+
+
+def is_file(path: Path) -> bool:
+    """Whether ``path`` is a file. Raises ``CheckpointNotFoundError`` where that may not be looked at."""
+    return stat.S_ISREG(_mode(path))
+
+
+def _mode(path: Path) -> int:
+    """What is at ``path``, 0 for nothing."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise CheckpointNotFoundError(f"{path} cannot be looked at: {reason}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -47,7 +69,7 @@ class Shards:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._file_of = self._single() if (folder / SINGLE).is_file() else self._indexed()
+        self._file_of = self._single() if is_file(folder / SINGLE) else self._indexed()
 
     @property
     def keys(self) -> Iterable[str]:
@@ -74,12 +96,12 @@ class Shards:
             return dict.fromkeys(_open(self._folder / SINGLE, stack).keys(), SINGLE)
 
     def _indexed(self) -> dict[str, str]:
-        if not (self._folder / INDEX).is_file():
+        if not is_file(self._folder / INDEX):
             raise _no_weights(self._folder)
         weight_map = read_json(self._folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UnsupportedCheckpointError(f"{self._folder / INDEX} has no weight_map")
-        for name in set(weight_map.values()):
+        for name in weight_map.values():
             if not isinstance(name, str) or PurePath(name).name != name:
                 raise UnsupportedCheckpointError(f"{self._folder / INDEX} names {name!r}, expected a file beside it")
         return weight_map

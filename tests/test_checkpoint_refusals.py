@@ -74,6 +74,7 @@ def test_other_families_are_refused_by_name(model_type: str | None, edited: Call
         ({"num_local_experts": 7}, r"mlp.gate.weight should have shape \[7, 40\] by config.json, found \[8, 40\]"),
         ({"moe_intermediate_size": 25}, r"should have shape \[25, 40\] .* found \[24, 40\]"),
         ({"norm_topk_prob": "yes"}, "norm_topk_prob in config.json should be true or false, found 'yes'"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers in config.json is 1000000000, and at most 10000"),
         ({"num_hidden_layers": 4}, "layer 3 should be a MoE layer, but there is no tensor model.layers.3.mlp.gate"),
         ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 56}, "has no tensor .*shared_expert.gate_proj"),
         ({"mlp_only_layers": 1}, "mlp_only_layers in config.json should be a list of layer numbers, found 1"),
@@ -142,6 +143,16 @@ def test_what_is_not_there_is_said_to_be_not_there(qwen3: Path, tmp_path: Path) 
         open_checkpoint(tmp_path)
 
 
+def test_what_cannot_be_looked_at_is_said_to_be_so(qwen3: Path, tmp_path: Path) -> None:
+    """A name too long stands for every reason, a folder that others may not enter being the common one."""
+    with pytest.raises(CheckpointNotFoundError, match="cannot be looked at: File name too long"):
+        open_checkpoint(tmp_path / ("x" * 300))
+    shutil.copy(qwen3 / "config.json", tmp_path)
+    (tmp_path / "model.safetensors").symlink_to("model.safetensors")
+    with pytest.raises(CheckpointNotFoundError, match=r"model.safetensors cannot be looked at: Too many levels"):
+        open_checkpoint(tmp_path)
+
+
 def test_pickles_are_refused_with_the_way_to_convert_them(qwen3: Path, tmp_path: Path) -> None:
     shutil.copy(qwen3 / "config.json", tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
@@ -173,6 +184,8 @@ def test_truncated_safetensors_are_refused(keep: int, edited: Callable[..., Path
         ('{"weight_map": {"a": "../model.safetensors"}}', "expected a file beside it"),
         ('{"weight_map": {"a": "/etc/passwd"}}', "expected a file beside it"),
         ('{"weight_map": {"a": 3}}', "names 3, expected a file beside it"),
+        ('{"weight_map": {"a": ["model.safetensors"]}}', "expected a file beside it"),
+        ('{"weight_map": {"a": {}}}', "expected a file beside it"),
         ("{", "is not valid JSON"),
     ],
 )

@@ -131,3 +131,5 @@ def test_other_files_are_never_written_over(tmp_path: Path) -> None:
     assert contents(tmp_path) == {"config.json": b"{}", "notes.txt": b"keep"}
     with pytest.raises(ConfigurationError, match=r"cannot be written to .*notes.txt.* name another folder"):
         write_demo(tmp_path / "notes.txt/demo")
+    with pytest.raises(ConfigurationError, match=r"cannot be written to .* \(File name too long\)"):
+        write_demo(tmp_path / ("x" * 300))
