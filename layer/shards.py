@@ -137,10 +137,24 @@ def _open(path: Path, stack: ExitStack) -> Any:
         return stack.enter_context(safe_open(path, framework="pt"))
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"{path} is not there") from error
-    except (SafetensorError, OSError, ValueError) as error:
-        raise UnsupportedCheckpointError(
-            f"{path} is not a whole safetensors file ({error}): copy or download it again"
-        ) from error
+    except SafetensorError as error:
+        if not _is_utf8(path):
+            raise UnsupportedCheckpointError(f"{path} cannot be read, as its name is not UTF-8: rename it") from error
+        raise _broken(path, error) from error
+    except (OSError, ValueError) as error:
+        raise _broken(path, error) from error
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _broken(path: Path, error: Exception) -> UnsupportedCheckpointError:
+    return UnsupportedCheckpointError(f"{path} is not a whole safetensors file ({error}): copy or download it again")
 
 
 def _no_weights(folder: Path) -> Exception:

@@ -22,6 +22,7 @@ from ..layer.errors import (
 from ..layer.slots import AdapterTable, AdapterVersion, check_name
 from .adapter_roots import AdapterRoots
 from .engine_thread import EngineThread
+from .sent_text import utf8
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +156,7 @@ class AdapterRegistry:
         return {
             "name": version.name,
             "version": version.version,
-            "path": str(adapter.path),
+            "path": utf8(str(adapter.path)),
             "rank": adapter.rank,
             "lora_alpha": adapter.lora_alpha,
             "scaling": adapter.scaling,

@@ -1,6 +1,8 @@
 """The ``moelet`` command; it imports torch only in the commands that need it."""
 
+import re
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -16,19 +18,39 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+MOST = 4096
+"""Adapter slots, or ranks, that ``inspect`` counts with."""
+
 UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[1])
 """click's ``UsageError``, wherever typer keeps it."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit code. What is wrong with it is one sentence on stderr and code 2."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # paths need not be UTF-8
     try:
         code = app(arguments, standalone_mode=False)
     except UsageError as error:
-        return complain(error.format_message())
+        sentence = error.format_message()
+        return complain(sentence) if sentence else 2  # empty where the help was shown instead
     except typer.Abort:
         return 130
     return code if isinstance(code, int) else 0
+
+
+def path_of(text: str) -> Path:
+    """A path of the command line; an empty one, as of a shell variable that is not set, is not the folder we are in."""
+    if not text:
+        raise typer.BadParameter("it should be a path, and is empty")
+    return Path(text)
+
+
+def count_of(text: str | int) -> int:
+    """A whole number of the command line, at least 1."""
+    if not (re.fullmatch(r"\d{1,9}", str(text), re.ASCII) and 1 <= int(text) <= MOST):
+        raise typer.BadParameter(f"it should be a whole number in 1..{MOST}, got {text!r}")
+    return int(text)
 
 
 def complain(sentence: str) -> int:
@@ -55,19 +77,25 @@ def moelet(
 
 @app.command()
 def serve(
-    checkpoint: Annotated[Path | None, typer.Argument(help="Folder of a Hugging Face checkpoint.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Argument(parser=path_of, metavar="CHECKPOINT", help="Folder of a Hugging Face checkpoint.")
+    ] = None,
     demo: Annotated[bool | None, typer.Option("--demo", help="Serve a small checkpoint and two adapters.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")] = None,
     port: Annotated[
         str | None, typer.Option(metavar="INTEGER", help="Port to listen on, 0 for any free one (8000).")
     ] = None,
-    uds: Annotated[Path | None, typer.Option(help="Unix socket to listen on, instead of host and port.")] = None,
+    uds: Annotated[
+        Path | None,
+        typer.Option(parser=path_of, metavar="PATH", help="Unix socket to listen on, instead of host and port."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N (auto).")] = None,
     layers: Annotated[str | None, typer.Option(help="MoE layers to serve, such as 0-3,7 (all).")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name of the model (the folder's).")] = None,
     adapter: Annotated[list[str] | None, typer.Option(metavar="NAME=PATH", help="Adapter to load; repeatable.")] = None,
     adapter_root: Annotated[
-        list[Path] | None, typer.Option(help="Folder below which clients may load adapters; repeatable.")
+        list[Path] | None,
+        typer.Option(parser=path_of, metavar="DIR", help="Folder below which clients may load adapters; repeatable."),
     ] = None,
     max_loras: Annotated[str | None, typer.Option(metavar="INTEGER", help="Adapter slots in the engine (8).")] = None,
     max_cpu_loras: Annotated[str | None, typer.Option(metavar="INTEGER", help="Adapters loaded at most (32).")] = None,
@@ -108,7 +136,9 @@ def serve(
 
 
 @app.command()
-def demo(directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write into.")]) -> int:
+def demo(
+    directory: Annotated[Path, typer.Argument(parser=path_of, metavar="DIR", help="Folder to write into.")],
+) -> int:
     """Write the demo checkpoint and its adapters."""
     from ..layer.demo import write_demo
     from ..layer.errors import MoeletError
@@ -125,10 +155,16 @@ def demo(directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder t
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="Folder of a checkpoint or an adapter.")],
-    base: Annotated[Path | None, typer.Option(help="Checkpoint that an adapter is for.")] = None,
-    max_loras: Annotated[int, typer.Option(help="Adapter slots to count with.")] = 8,
-    max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter.")] = 64,
+    path: Annotated[Path, typer.Argument(parser=path_of, metavar="PATH", help="Folder of a checkpoint or an adapter.")],
+    base: Annotated[
+        Path | None, typer.Option(parser=path_of, metavar="PATH", help="Checkpoint that an adapter is for.")
+    ] = None,
+    max_loras: Annotated[
+        int, typer.Option(parser=count_of, metavar="INTEGER", help="Adapter slots to count with.")
+    ] = 8,
+    max_lora_rank: Annotated[
+        int, typer.Option(parser=count_of, metavar="INTEGER", help="Largest rank of an adapter.")
+    ] = 64,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Tell what a checkpoint or adapter is, layer by layer, without serving it."""

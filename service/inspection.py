@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from ..graphs.engine import GraphOptions
 from ..graphs.planning import MemoryPlan, plan_memory
 from ..layer.adapter_loading import load_adapter
 from ..layer.checkpoint import open_checkpoint
-from ..layer.errors import AdapterNotFoundError, ConfigurationError
+from ..layer.errors import AdapterNotFoundError, CheckpointNotFoundError, ConfigurationError
 from ..layer.report import AdapterReport, CheckpointReport, ProjectionReport, adapter_report, checkpoint_report
+from ..layer.shards import is_file
 from ..layer.spec import ranges
 from .adapters import ANYWHERE
 
@@ -34,7 +36,7 @@ class Inspected:
 def inspect(path: Path, base: Path | None, *, max_loras: int, max_lora_rank: int) -> Inspected:
     """The report of the checkpoint or adapter at ``path``; an adapter is read against ``base``, by default
     ``default_base`` of it. Raises ``MoeletError``."""
-    if not (path / "adapter_config.json").exists():
+    if not is_file(path / "adapter_config.json"):
         opened = open_checkpoint(path)
         nbytes = {index: opened.layer_nbytes(index) for index in opened.model.layers}
         report = checkpoint_report(opened.model, nbytes, opened.notes)
@@ -52,9 +54,10 @@ def default_base(adapter: Path) -> Path:
     except (OSError, ValueError) as error:
         raise AdapterNotFoundError(f"adapter_config.json in {adapter} cannot be read: {error}") from None
     named = config.get("base_model_name_or_path") if isinstance(config, dict) else None
-    for folder in ([Path(named)] if isinstance(named, str) else []) + [adapter.resolve().parent]:
-        if (folder / "config.json").is_file():
-            return folder
+    for folder in ([Path(named)] if named and isinstance(named, str) else []) + [adapter.resolve().parent]:
+        with suppress(CheckpointNotFoundError):  # a name of the hub need not be one of a file
+            if is_file(folder / "config.json"):
+                return folder
     raise ConfigurationError(
         f"an adapter is inspected against its checkpoint, and {named!r} is no checkpoint folder here: "
         "pass its folder with --base"

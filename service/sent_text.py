@@ -8,13 +8,17 @@ LONGEST = 2000
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
+def utf8(text: str) -> str:
+    """``text`` with lone surrogates, as in file names that are not UTF-8, escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def told(text: str, longest: int = LONGEST) -> str:
-    """``text`` as UTF-8 can carry it (lone surrogates, as in file names that are not UTF-8, are escaped),
-    its middle left out where it is longer than ``longest`` characters."""
+    """``text`` in ``utf8``, its middle left out where it is longer than ``longest`` characters."""
     if len(text) > longest:
         half = longest // 2
         text = f"{text[:half]} … {text[-half:]}"
-    return text.encode("utf-8", "backslashreplace").decode()
+    return utf8(text)
 
 
 def on_one_line(text: str) -> str:

@@ -18,6 +18,7 @@ from .dispatch import Dispatcher, Work
 from .engine_thread import EngineThread
 from .lifecycle import Lifecycle
 from .metrics import Metrics
+from .sent_text import utf8
 
 
 class MoeService:
@@ -88,7 +89,7 @@ class MoeService:
     def describe(self) -> dict[str, Any]:
         """What is served, layer by layer."""
         return {
-            "model": self.model.name,
+            "model": utf8(self.model.name),
             "model_type": self.model.model_type,
             "device": self.engine.device,
             "max_loras": self.engine.max_loras,

@@ -36,6 +36,14 @@ def comma_separated(value: Any) -> Any:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
+def paths(value: Any) -> Any:
+    """``"DIR,DIR"`` as a list; an empty part is no path, and above all not the folder we are in."""
+    parts = comma_separated(value)
+    if "" in parts:
+        raise ValueError("should be paths separated by commas, none of them empty")
+    return parts
+
+
 def named_paths(value: Any) -> Any:
     """``["NAME=PATH", …]`` as ``((name, path), …)``."""
     pairs = []
@@ -69,7 +77,7 @@ class Settings(BaseSettings):
     layers: Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(layer_numbers)] = None
     served_model_name: str | None = Field(None, min_length=1)
     adapter: Annotated[tuple[tuple[str, Path], ...], NoDecode, BeforeValidator(named_paths)] = ()
-    adapter_root: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(comma_separated)] = ()
+    adapter_root: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(paths)] = ()
     max_loras: int = Field(8, ge=1, le=1024)
     max_cpu_loras: int = Field(32, ge=1)
     max_lora_rank: int = Field(64, ge=1, le=4096)

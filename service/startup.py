@@ -10,7 +10,7 @@ from ..layer.adapter import Adapter
 from ..layer.adapter_loading import load_adapter
 from ..layer.checkpoint import open_checkpoint
 from ..layer.demo import NAME, write_demo
-from ..layer.errors import ConfigurationError
+from ..layer.errors import AdapterError, ConfigurationError
 from ..layer.slots import check_name
 from ..layer.spec import ranges
 from .adapter_roots import AdapterRoots
@@ -46,7 +46,10 @@ def sources(settings: Settings) -> Sources:
         assert settings.checkpoint is not None
         return Sources(settings.checkpoint, settings.adapter, settings.adapter_root)
     cache = cache_folder()
-    demo = write_demo(cache / NAME)
+    try:
+        demo = write_demo(cache / NAME)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{error} with MOELET_CACHE_DIR") from None
     adapters = {**demo.adapters, **dict(settings.adapter)}
     return Sources(demo.checkpoint, tuple(adapters.items()), (cache, *settings.adapter_root))
 
@@ -61,6 +64,10 @@ def open_service(settings: Settings) -> MoeService:
     if device == "cpu" and settings.changed_gpu_options:
         log.warning("serving on the CPU, where %s does nothing", " and ".join(settings.changed_gpu_options))
     found = sources(settings)
+    if (wanted := len(found.adapters)) > settings.max_cpu_loras:
+        raise ConfigurationError(
+            f"--max-cpu-loras {settings.max_cpu_loras} is too few: {wanted} adapters load at start"
+        )
     roots = AdapterRoots(found.roots)
     checkpoint = open_checkpoint(found.checkpoint, layers=settings.layers, name=settings.served_model_name)
     for note in checkpoint.notes:
@@ -75,9 +82,17 @@ def open_service(settings: Settings) -> MoeService:
         service = MoeService(engine, roots, read, max_cpu_loras=settings.max_cpu_loras)
         try:
             for name, path in steps(found.adapters, "loading adapters", report):
-                service.adapters.load_at_start(name, path)
+                load_at_start(service, name, path)
         except BaseException:
             service.close()
             raise
     log.info("layers %s of %s on %s", ranges(model.layers), model.name, device)
     return service
+
+
+def load_at_start(service: MoeService, name: str, path: Path) -> None:
+    """Load one adapter of the command line. Raises ``ConfigurationError`` naming it."""
+    try:
+        service.adapters.load_at_start(name, path)
+    except (AdapterError, OSError) as error:
+        raise ConfigurationError(f"the adapter {name} cannot be loaded from {path}: {error}") from error

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -41,6 +42,38 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(command in told for command in ("serve", "demo", "inspect"))
 
 
+def test_no_command_shows_the_help_and_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    captured = capsys.readouterr()
+    assert "inspect" in captured.out + captured.err
+    assert "moelet: " not in captured.err
+
+
+def test_a_demo_that_cannot_be_written_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOELET_CACHE_DIR", "/proc/absent")
+    assert main(["serve", "--demo", "--device", "cpu", "--port", "0", "--log-level", "error"]) == 2
+    assert "MOELET_CACHE_DIR" in capsys.readouterr().err
+
+
+def test_paths_need_not_be_utf8(demo: DemoPaths, tmp_path: Path) -> None:
+    """Another process, as the encoding of its output is the point; safetensors itself opens no such file."""
+    folder = os.fsdecode(bytes(tmp_path) + b"/\xff\xfe")
+    for *arguments, code in (
+        ("demo", folder, 0),
+        ("inspect", f"{folder}/demo-a", "--base", str(demo.checkpoint), 0),
+        ("inspect", f"{folder}/demo-a", "--base", str(demo.checkpoint), "--json", 0),
+        ("inspect", folder, 2),
+    ):
+        environment = os.environ | {"PYTHONPATH": SOURCES}
+        ran = subprocess.run(
+            [sys.executable, "-m", "moelet", *arguments], env=environment, capture_output=True, text=True
+        )
+        assert (ran.returncode, ran.stderr.count("\n")) == (code, code // 2), ran.stderr
+    assert "not UTF-8" in ran.stderr
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; from moelet.service.cli import main; assert main(['serve', '--help']) == 0; "
@@ -69,7 +102,19 @@ def test_help_imports_nothing_heavy() -> None:
         (["serve", "absent", "--adapter", "a b=/x"], ("'a b'",)),
         (["serve", "absent", "--host", "not an address"], ("--host", "not an address")),
         (["serve", "absent", "--uds", "/absent/socket"], ("--uds", "/absent/socket")),
+        (["serve", "absent", "--host", "a..b"], ("--host", "a..b")),
+        (["serve", "absent", "--host", "x" * 70], ("--host", "no name of a host")),
+        (["serve", "x" * 300], ("xxx", "File name too long")),
+        (["serve", ""], ("CHECKPOINT", "empty")),
+        (["serve", "absent", "--uds", ""], ("--uds", "empty")),
+        (["serve", "absent", "--adapter-root", ""], ("--adapter-root", "empty")),
         (["nonsense"], ("nonsense",)),
+        (["inspect", "x" * 300], ("xxx", "File name too long")),
+        (["inspect", "absent", "--base", ""], ("--base", "empty")),
+        (["inspect", "absent", "--max-loras", "0"], ("--max-loras", "0")),
+        (["inspect", "absent", "--max-lora-rank", "-5"], ("--max-lora-rank", "-5")),
+        (["demo", "x" * 300], ("xxx", "File name too long")),
+        (["demo", ""], ("DIR", "empty")),
         (["inspect", "absent"], ("absent",)),
         (["demo", "/proc/absent"], ("/proc/absent",)),
     ],
@@ -98,8 +143,12 @@ def test_a_port_in_use(demo: DemoPaths, capsys: pytest.CaptureFixture[str]) -> N
     ("options", "words"),
     [
         (["--layers", "99"], ("99", "0-3")),
-        (["--adapter", "a=/absent"], ("/absent",)),
-        (["--max-lora-rank", "4", "--adapter", "a=DEMO/demo-a"], ("8", "4")),
+        (["--adapter", "a=/absent"], ("adapter a ", "/absent")),
+        (["--max-lora-rank", "4", "--adapter", "a=DEMO/demo-a"], ("adapter a ", "DEMO/demo-a", "8", "4")),
+        (
+            ["--max-cpu-loras", "1", "--adapter", "a=DEMO/demo-a", "--adapter", "b=DEMO/demo-b"],
+            ("--max-cpu-loras 1", "2 adapters"),
+        ),
     ],
 )
 def test_what_cannot_be_served(
@@ -110,7 +159,7 @@ def test_what_cannot_be_served(
     assert main(["serve", str(demo.checkpoint), *fixed, *options]) == 2
     sentence = capsys.readouterr().err
     assert sentence.count("\n") == 1
-    assert all(word in sentence for word in words), sentence
+    assert all(word.replace("DEMO", str(demo.checkpoint)) in sentence for word in words), sentence
 
 
 def test_a_unix_socket_in_use_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

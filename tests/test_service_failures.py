@@ -1,6 +1,7 @@
 """What goes wrong under the service: a failing engine, install or start, an overlong body, a client that leaves."""
 
 import asyncio
+import os
 import socket
 import threading
 import time
@@ -219,9 +220,11 @@ def test_idle_waits_for_what_was_admitted() -> None:
 
 def test_adapter_of_the_command_line_may_lie_anywhere(open_engine: OpenEngine, tmp_path: Path) -> None:
     with running(open_engine, None) as service:
-        service.root = tmp_path
+        service.root = Path(os.fsdecode(bytes(tmp_path) + b"/not UTF-8 \xff"))
         path = Path(service.write("anywhere", 3))
         service.service.adapters.load_at_start("a", path)
-        assert [(r["name"], r["path"]) for r in service.records()] == [("a", str(path))]
+        told = str(path).encode("utf-8", "backslashreplace").decode()
+        assert [(r["name"], r["path"]) for r in service.records()] == [("a", told)]
+        assert [m["root"] for m in service.client.get("/v1/models").json()["data"]] == ["small", told]
         assert service.forward(hidden_states=hidden_states(1), adapter="a").status_code == 200
         assert service.client.delete("/v1/adapters/a").status_code == 200

@@ -103,6 +103,7 @@ def test_lists_from_options() -> None:
         ({"plan": "fast"}, ("--plan", "two_stream", "'fast'")),
         ({"log_level": "loud"}, ("--log-level", "debug")),
         ({"decode_shapes": "1,x"}, ("--decode-shapes", "integer")),
+        ({"adapter_root": "/x,"}, ("--adapter-root", "none of them empty", "'/x,'")),
         ({"checkpoint": None}, ("CHECKPOINT", "--demo")),
         ({"demo": True}, ("CHECKPOINT", "--demo", "not both")),
     ],

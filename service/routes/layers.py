@@ -4,6 +4,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 
 from ..schemas import LayerList, ModelCard, ModelList
+from ..sent_text import utf8
 from .access import service_of
 
 router = APIRouter(tags=["layers"])
@@ -19,9 +20,9 @@ async def layers(request: Request) -> LayerList:
 async def models(request: Request) -> ModelList:
     """The base model and each adapter, as vLLM lists them."""
     service = service_of(request)
-    base = service.model
-    cards = [ModelCard(id=base.name, created=service.created, root=str(base.path), parent=None)]
+    base = utf8(service.model.name)
+    cards = [ModelCard(id=base, created=service.created, root=utf8(str(service.model.path)), parent=None)]
     for version in service.adapters.table:
-        root = str(version.adapter.path)
-        cards.append(ModelCard(id=version.name, created=service.created, root=root, parent=base.name))
+        root = utf8(str(version.adapter.path))
+        cards.append(ModelCard(id=version.name, created=service.created, root=root, parent=base))
     return ModelList(data=cards)
