@@ -84,29 +84,39 @@ class AdapterRegistry:
     async def unload(self, name: str, timeout_s: float) -> dict[str, Any]:
         """Unload ``name`` once no request holds it, waiting up to ``timeout_s``; its last record.
 
-        Raises ``AdapterNotLoadedError``, or ``AdapterBusyError`` saying how many requests hold it still.
+        Raises ``AdapterNotLoadedError``, or ``AdapterBusyError`` saying how many requests hold it still, or
+        that it is being loaded or unloaded by another request.
         """
-        async with self._lock(name):
-            version = self.table.begin_drain(name)
-            try:
-                async with asyncio.timeout(timeout_s):
-                    while self.in_flight(name):
-                        self._released.clear()
-                        await self._released.wait()
-            except TimeoutError:
-                holding = self.in_flight(name)
-                raise AdapterBusyError(
-                    f"the adapter {name!r} was not unloaded: after {timeout_s:g} s "
-                    f"{holding} request{' still holds' if holding == 1 else 's still hold'} it",
-                    holding,
-                ) from None
-            finally:
-                self.table.cancel_drain(name)
-            record = self.record(version)
-            self.table.remove(name)
-            self.settle()
-            log.info("unloaded adapter %s, version %d", name, version.version)
-            return record
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        lock = self._lock(name)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await lock.acquire()
+        except TimeoutError:
+            raise _busy(name, timeout_s, "another request is loading or unloading it", self.in_flight(name)) from None
+        try:
+            return await self._unload(name, timeout_s, deadline)
+        finally:
+            lock.release()
+
+    async def _unload(self, name: str, timeout_s: float, deadline: float) -> dict[str, Any]:
+        version = self.table.begin_drain(name)
+        try:
+            async with asyncio.timeout_at(deadline):
+                while self.in_flight(name):
+                    self._released.clear()
+                    await self._released.wait()
+        except TimeoutError:
+            holding = self.in_flight(name)
+            why = f"{holding} request{' still holds' if holding == 1 else 's still hold'} it"
+            raise _busy(name, timeout_s, why, holding) from None
+        finally:
+            self.table.cancel_drain(name)
+        record = self.record(version)
+        self.table.remove(name)
+        self.settle()
+        log.info("unloaded adapter %s, version %d", name, version.version)
+        return record
 
     def find(self, name: str) -> AdapterVersion | None:
         """The current version of ``name``, or None."""
@@ -188,6 +198,10 @@ class AdapterRegistry:
         except OSError as error:
             raise AdapterRefusedError(sent, "files that can be read", error.strerror or "an I/O error") from error
         return replaced(adapter, path=Path(sent))
+
+
+def _busy(name: str, timeout_s: float, why: str, in_flight: int) -> AdapterBusyError:
+    return AdapterBusyError(f"the adapter {name!r} was not unloaded: after {timeout_s:g} s {why}", in_flight)
 
 
 def _clear(slot: int, engine: Engine) -> None:

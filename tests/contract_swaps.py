@@ -30,6 +30,8 @@ class SwapContract(ContractFixtures):
             while service.forward(hidden_states=[], adapter=name).status_code == 200:
                 threading.Event().wait(0.01)
             assert not going.done()
+            impatient = service.client.delete(f"/v1/adapters/{name}", params={"timeout_s": 0.05})
+            assert_error(impatient, 409, "another request")
             service.engine.gate.set()
             assert torch.equal(held.result(), expected)
             assert going.result().status_code == 200
