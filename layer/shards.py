@@ -163,6 +163,9 @@ def _no_weights(folder: Path) -> Exception:
             f"{folder} holds {pickles[0].name} but no safetensors, and pickles are not read: convert it once with "
             "transformers.AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
         )
+    for name in (SINGLE, INDEX):
+        if (folder / name).is_symlink() or (folder / name).exists():
+            return CheckpointNotFoundError(f"{folder / name} is no file, or a link to a file that is not there")
     if shards := sorted(folder.glob("*.safetensors")):
         return CheckpointNotFoundError(f"{folder} holds {shards[0].name} but neither {SINGLE} nor {INDEX}")
     return CheckpointNotFoundError(f"{folder} holds neither {SINGLE} nor {INDEX}")

@@ -153,6 +153,18 @@ def test_what_cannot_be_looked_at_is_said_to_be_so(qwen3: Path, tmp_path: Path) 
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_link_to_nothing_is_said_to_be_one(name: str, qwen3: Path, tmp_path: Path) -> None:
+    shutil.copy(qwen3 / "config.json", tmp_path)
+    (tmp_path / name).symlink_to("gone")
+    with pytest.raises(CheckpointNotFoundError, match=f"{name} is no file, or a link to a file that is not there"):
+        open_checkpoint(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(CheckpointNotFoundError, match=f"{name} is no file"):
+        open_checkpoint(tmp_path)
+
+
 def test_pickles_are_refused_with_the_way_to_convert_them(qwen3: Path, tmp_path: Path) -> None:
     shutil.copy(qwen3 / "config.json", tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
