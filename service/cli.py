@@ -1,5 +1,6 @@
 """The ``moelet`` command; it imports torch only in the commands that need it."""
 
+import os
 import re
 import sys
 from io import TextIOWrapper
@@ -27,6 +28,8 @@ UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[1])
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit code. What is wrong with it is one sentence on stderr and code 2."""
+    if sys.stderr is None:  # whoever started us closed it
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - until the process ends
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # paths need not be UTF-8
     try:

@@ -119,6 +119,11 @@ def wait_for(log: Path, process: subprocess.Popen[str]) -> str:
     raise AssertionError(log.read_text())
 
 
+def listens(uds: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(uds)) == 0
+
+
 def forward(client: httpx.Client, **fields: object) -> httpx.Response:
     return client.post("/v1/layers/0/forward", json=ZEROS | fields)
 
@@ -202,6 +207,21 @@ def test_unix_socket_and_json_log(tmp_path: Path) -> None:
         assert any(line.get("request_id") == "mine" and line["level"] == "debug" for line in lines)
         assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
     assert not uds.exists()
+
+
+def test_a_closed_stderr_is_no_reason_to_fail(tmp_path: Path) -> None:
+    uds = tmp_path / "s"
+    closed = "import os, sys\nos.close(2)\nsys.stderr = None"
+    with process(tmp_path, tmp_path / "log", before=closed, uds=uds) as started:
+        deadline = time.monotonic() + 60
+        while not listens(uds):
+            assert started.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        with httpx.Client(base_url="http://localhost", transport=httpx.HTTPTransport(uds=str(uds))) as client:
+            assert forward(client).status_code == 200
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(20) == 0
 
 
 def test_a_signal_while_loading_ends_at_once_with_0(tmp_path: Path) -> None:
