@@ -4,7 +4,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..layer.errors import AdapterForbiddenError, AdapterNotFoundError, ConfigurationError, RequestError
+from ..layer.errors import (
+    AdapterForbiddenError,
+    AdapterNotFoundError,
+    AdapterRefusedError,
+    ConfigurationError,
+    RequestError,
+)
 
 
 class AdapterRoots:
@@ -27,15 +33,21 @@ class AdapterRoots:
 
         Raises ``AdapterForbiddenError`` for what lies outside every root, in the same words whether or
         not it exists, or when an adapter file in it is a link that leads outside; ``AdapterNotFoundError``
-        when it would lie inside and is not there; ``RequestError`` for what cannot be a path.
+        when it would lie inside and is not there; ``AdapterRefusedError`` when it changes meanwhile;
+        ``RequestError`` for what cannot be a path.
         """
         self.check_enabled()
         if not sent or "\0" in sent:
             raise RequestError(f"{param} should be the path of an adapter's folder, got {sent!r}", param)
         try:
-            candidates = dict.fromkeys(_real(root / sent) for root in self.roots)
+            return self._resolve(sent)
         except UnicodeEncodeError:
             raise RequestError(f"{param} is not a path: it has characters that no file name has", param) from None
+        except OSError as error:  # links and folders may change while they are followed
+            raise AdapterRefusedError(sent, "a folder that can be read", error.strerror or "an I/O error") from None
+
+    def _resolve(self, sent: str) -> tuple[Path, Path]:
+        candidates = dict.fromkeys(_real(root / sent) for root in self.roots)
         inside = [(path, root) for path in candidates if (root := self._holder(path)) is not None]
         if not inside:
             raise AdapterForbiddenError(f"{sent} lies outside every adapter root of this service")

@@ -1,5 +1,6 @@
 """The path policy of adapters: nothing outside the roots is read, told apart, or reached by a link."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -7,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelet.layer.errors import AdapterForbiddenError, AdapterNotFoundError, ConfigurationError, RequestError
+from moelet.layer.errors import (
+    AdapterForbiddenError,
+    AdapterNotFoundError,
+    AdapterRefusedError,
+    ConfigurationError,
+    RequestError,
+)
 from moelet.service.adapter_roots import AdapterRoots
 
 
@@ -31,6 +38,16 @@ def test_what_lies_below_a_root_is_found(root: Path) -> None:
     folder = root / "team" / "a"
     for sent in ("team/a", "./team/../team/a", "team/a/", "inner", str(folder), "outer/../root/team/a"):
         assert roots.resolve(sent, "path") == (folder, root)
+
+
+def test_a_link_that_changes_while_it_is_followed_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed(path: object, **_: object) -> str:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
+
+    roots = AdapterRoots([root])
+    monkeypatch.setattr(os, "readlink", changed)
+    with pytest.raises(AdapterRefusedError, match="inner: expected a folder that can be read, found Invalid argument"):
+        roots.resolve("inner", "path")
 
 
 @pytest.mark.parametrize(
