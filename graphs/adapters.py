@@ -85,14 +85,8 @@ class AdapterSlots:
     def __init__(self, spec: LayerSpec, geometry: Geometry) -> None:
         self.spec = spec
         self.geometry = geometry
-        rank, experts = geometry.max_lora_rank, geometry.experts
-        sizes = {
-            "lora_a_gate_up": 2 * rank * geometry.hidden_stride * 2,
-            "lora_b_gate_up": 2 * rank * geometry.intermediate_stride * 2,
-            "lora_a_down": rank * geometry.intermediate_stride * 2,
-            "lora_b_down": rank * geometry.output_stride * 2,
-        }
-        self._slabs = {name: Slab(name, size, size * experts) for name, size in sizes.items()}
+        experts = geometry.experts
+        self._slabs = {name: Slab(name, size, size * experts) for name, size in geometry.slab_bytes.items()}
         self._memory = {name: DeviceBuffer(slab.slot_bytes * geometry.max_loras) for name, slab in self._slabs.items()}
         self._entry_bytes = experts * LORA_ENTRY.itemsize
         self._entries = DeviceBuffer(self._entry_bytes * geometry.max_loras)
@@ -237,7 +231,7 @@ def _shared_chunks(adapter: LayerAdapter, spec: LayerSpec, num_shared: int) -> l
 
 def _pieces(geometry: Geometry, projections: _Projections, first: int, count: int) -> Iterator[Piece]:
     gate, up, down = projections
-    half = geometry.max_lora_rank * geometry.hidden_stride * 2
+    half = geometry.slab_bytes["lora_a_gate_up"] // 2
     for offset, weights in ((0, gate), (half, up)):
         if weights is not None:
             yield _piece("lora_a_gate_up", first, offset, pack_a(weights.a, geometry.hidden_stride))

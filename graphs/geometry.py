@@ -92,6 +92,25 @@ class Geometry:
         """The padded width of an expert."""
         return self.intermediate_blocks * BLOCK_K
 
+    @property
+    def packed_shapes(self) -> dict[str, tuple[int, int, int]]:
+        """One expert's weights in BlockMajorK, by tensor: K-blocks, rows, 64 elements of bf16."""
+        return {
+            "gate_up": (self.hidden_blocks, 2 * self.intermediate_stride, BLOCK_K),
+            "down": (self.intermediate_blocks, self.output_stride, BLOCK_K),
+        }
+
+    @property
+    def slab_bytes(self) -> dict[str, int]:
+        """Bytes of one expert in one adapter slot, by tensor: bf16 at the slots' rank, gate and up together."""
+        rank_bytes = 2 * self.max_lora_rank
+        return {
+            "lora_a_gate_up": rank_bytes * 2 * self.hidden_stride,
+            "lora_b_gate_up": rank_bytes * 2 * self.intermediate_stride,
+            "lora_a_down": rank_bytes * self.intermediate_stride,
+            "lora_b_down": rank_bytes * self.output_stride,
+        }
+
     def rows(self, num_tokens: int) -> int:
         """Permuted rows that ``num_tokens`` tokens can take at the most, padding included."""
         slot_rows = num_tokens * self.choices

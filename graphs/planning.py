@@ -1,5 +1,6 @@
 """What a GPU would hold for a model, worked out without one: weights, adapter slots, and the arena of every shape."""
 
+import math
 from dataclasses import dataclass
 
 from ..layer.spec import ModelSpec, ranges
@@ -80,12 +81,9 @@ def plan_memory(model: ModelSpec, options: GraphOptions) -> MemoryPlan:
 
 
 def _weight_bytes(geometry: Geometry) -> int:
-    gate_up = 2 * geometry.intermediate_stride * geometry.hidden_stride
-    down = geometry.output_stride * geometry.intermediate_stride
-    return 2 * (geometry.experts * (gate_up + down) + geometry.num_experts * geometry.hidden_stride)
+    expert = sum(math.prod(shape) for shape in geometry.packed_shapes.values())
+    return 2 * (geometry.experts * expert + geometry.num_experts * geometry.hidden_stride)
 
 
 def _slot_bytes(geometry: Geometry) -> int:
-    a = 2 * geometry.hidden_stride + geometry.intermediate_stride
-    b = 2 * geometry.intermediate_stride + geometry.output_stride
-    return geometry.experts * (2 * geometry.max_lora_rank * (a + b) + LORA_ENTRY.itemsize)
+    return geometry.experts * (sum(geometry.slab_bytes.values()) + LORA_ENTRY.itemsize)

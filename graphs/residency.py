@@ -73,14 +73,8 @@ class ResidentLayer:
     def _packs_on_gpu(self) -> bool:
         return torch.cuda.is_available()
 
-    def _shape(self, name: str) -> tuple[int, int, int]:
-        geometry = self.geometry
-        if name == "gate_up":
-            return geometry.hidden_blocks, 2 * geometry.intermediate_stride, layout.BLOCK_K
-        return geometry.intermediate_blocks, geometry.output_stride, layout.BLOCK_K
-
     def _expert_bytes(self, name: str) -> int:
-        return math.prod(self._shape(name)) * 2
+        return math.prod(self.geometry.packed_shapes[name]) * 2
 
     def _pack(self, first: int, gate_up: Tensor, down: Tensor) -> None:
         self._pack_into(self._gate_up, "gate_up", first, gate_up, layout.pack_gate_up)
@@ -89,7 +83,7 @@ class ResidentLayer:
     def _pack_into(self, target: DeviceBuffer, name: str, first: int, matrices: Tensor, pack: Any) -> None:
         offset = first * self._expert_bytes(name)
         if self._packs_on_gpu:
-            shape = (matrices.shape[0], *self._shape(name))
+            shape = (matrices.shape[0], *self.geometry.packed_shapes[name])
             out = device_view(target.pointer + offset, shape, self._ordinal)
             pack(matrices, row_tile=ROW_TILE, swizzled=True, out=out)
         else:
