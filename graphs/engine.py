@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..layer.adapter import Adapter
-from ..layer.engine import LayerBatch
+from ..layer.engine import Finished, Forward, LayerBatch
 from ..layer.errors import ConfigurationError, RequestError
 from ..layer.spec import ModelSpec
 from ..layer.weights import LayerWeights
@@ -133,6 +133,15 @@ class GraphEngine:
     def max_lora_rank(self) -> int:
         """The largest adapter rank that a slot holds."""
         return self._options.max_lora_rank
+
+    @property
+    def depth(self) -> int:
+        """How many forwards may be begun before the first of them is waited for."""
+        return 1
+
+    def begin(self, batch: LayerBatch) -> Forward:
+        """Start a forward; see ``Engine.begin``."""
+        return Finished(self.forward(batch))
 
     def forward(self, batch: LayerBatch) -> Tensor:
         """The layer's output, bf16 ``[T, H]``; see ``Engine.forward``."""

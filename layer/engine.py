@@ -85,6 +85,24 @@ def _expect_range(name: str, tensor: Tensor | None, stop: int) -> None:
         raise RequestError(f"{name} must lie in -1..{stop - 1}, got {low if low < -1 else high}", name)
 
 
+class Forward(Protocol):
+    """A forward that was begun."""
+
+    def result(self) -> Tensor:
+        """Wait for the layer's output, bf16 ``[T, H]`` on the host; call once. Raises ``EngineError``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A ``Forward`` that was computed before it was returned."""
+
+    output: Tensor
+
+    def result(self) -> Tensor:
+        """The output."""
+        return self.output
+
+
 class Engine(Protocol):
     """Computes MoE layers and holds adapters in numbered slots.
 
@@ -108,8 +126,19 @@ class Engine(Protocol):
     def max_lora_rank(self) -> int:
         """The largest adapter rank that a slot holds."""
 
+    @property
+    def depth(self) -> int:
+        """How many forwards may be begun before the first of them is waited for."""
+
+    def begin(self, batch: LayerBatch) -> Forward:
+        """Start a forward; forwards compute, and are waited for, in the order begun.
+
+        The batch's tensors may be changed once this returns. Adapters that ``install_adapter`` puts
+        in place afterwards do not touch it. Raises as ``forward`` does.
+        """
+
     def forward(self, batch: LayerBatch) -> Tensor:
-        """The layer's output, bf16 ``[T, H]`` on the host.
+        """``begin`` and wait: the layer's output, bf16 ``[T, H]`` on the host.
 
         A token whose experts are all -1 gets its shared experts' output alone (zero without any).
         Raises ``LayerNotServedError``, ``RequestError``, or ``EngineError``.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .adapter import Adapter, LayerAdapter
 from .cpu_layer import layer_output
-from .engine import LayerBatch
+from .engine import Finished, Forward, LayerBatch
 from .errors import AdapterRefusedError, EngineError, RequestError
 from .spec import LayerSpec, ModelSpec
 from .weights import LayerWeights
@@ -30,6 +30,7 @@ class ReferenceEngine:
     """
 
     device = "cpu"
+    depth = 1
 
     def __init__(
         self,
@@ -44,6 +45,10 @@ class ReferenceEngine:
         self.max_lora_rank = max_lora_rank
         self._weights = weights
         self._slots: list[Adapter | None] = [None] * max_loras
+
+    def begin(self, batch: LayerBatch) -> Forward:
+        """``forward``, done before this returns."""
+        return Finished(self.forward(batch))
 
     @torch.no_grad()
     def forward(self, batch: LayerBatch) -> Tensor:
