@@ -16,6 +16,8 @@ from .request_id import RequestIdMiddleware
 from .routes import adapters, forward, health, layers
 from .schemas import BODIES, ErrorBody, ForwardAnswer
 from .service import MoeService
+from .v2.app import V2
+from .v2.description import SCHEMAS, describe_v2
 
 
 def create_app(service: MoeService, *, max_body_bytes: int) -> ASGIApp:
@@ -24,7 +26,8 @@ def create_app(service: MoeService, *, max_body_bytes: int) -> ASGIApp:
     The middlewares are plain ASGI and lie around FastAPI, so that its own error answers carry the
     request id as well.
     """
-    return RequestIdMiddleware(BodyLimitMiddleware(routed(service), max_body_bytes))
+    app = V2(routed(service), service, max_body_bytes)
+    return RequestIdMiddleware(BodyLimitMiddleware(app, max_body_bytes))
 
 
 def routed(service: MoeService) -> FastAPI:
@@ -50,9 +53,10 @@ def describe(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI document, with the routes and bodies that FastAPI does not see."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     document["paths"][forward.PATH] = forward.describe()
+    document["paths"] |= describe_v2()
     models = [(kind, "validation") for kind in (*BODIES, ForwardAnswer, ErrorBody)]
     _, extra = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
-    document.setdefault("components", {}).setdefault("schemas", {}).update(extra["$defs"])
+    document.setdefault("components", {}).setdefault("schemas", {}).update(extra["$defs"] | SCHEMAS)
     for path in document["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)

@@ -1,6 +1,5 @@
 """Refuses bodies over the limit before they are read whole, however they are sent."""
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import BodyTooLargeError, response_for
@@ -20,10 +19,16 @@ class BodyLimitMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        declared = Headers(scope=scope).get("content-length", "0")
-        if declared.isdecimal() and int(declared) > self.max_bytes:
+        declared = declared_length(scope)
+        if declared is None:
+            await self._count(scope, receive, send)
+        elif declared > self.max_bytes:
             await self.refuse(scope, receive, send)
-            return
+        else:  # the parser takes no byte more than was declared
+            await self.app(scope, receive, send)
+
+    async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request that did not say how long its body is."""
         received = 0
         started = exceeded = False
 
@@ -33,14 +38,14 @@ class BodyLimitMiddleware:
             received += len(message.get("body", b""))
             if received > self.max_bytes:
                 exceeded = True
-                raise BodyTooLargeError(self.sentence)
+                raise too_large(self.max_bytes)
             return message
 
         async def watched_send(message: Message) -> None:
             nonlocal started
             started = True
             if exceeded and message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["Connection"] = "close"
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             await send(message)
 
         try:
@@ -50,13 +55,23 @@ class BodyLimitMiddleware:
                 raise
             await self.refuse(scope, receive, send)
 
-    @property
-    def sentence(self) -> str:
-        """What the client is told."""
-        return f"the body is larger than this service takes, which is {self.max_bytes / MIB:g} MiB (--max-body-mb)"
-
     async def refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 413 and have the server close the connection."""
-        response = response_for(BodyTooLargeError(self.sentence))
+        response = response_for(too_large(self.max_bytes), scope["path"])
         response.headers["Connection"] = "close"
         await response(scope, receive, send)
+
+
+def too_large(max_bytes: int) -> BodyTooLargeError:
+    """What a body over ``max_bytes`` is refused with."""
+    return BodyTooLargeError(
+        f"the body is larger than this service takes, which is {max_bytes / MIB:g} MiB (--max-body-mb)"
+    )
+
+
+def declared_length(scope: Scope) -> int | None:
+    """The request's ``Content-Length``, or None without one; the server let none but decimals through."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit():
+            return int(value)
+    return None

@@ -1,4 +1,4 @@
-"""Turns every error into a status and the one JSON shape that all answers but 2xx have."""
+"""Turns every error into a status and a JSON body: one shape for all answers but 2xx, and under ``/v2`` its own."""
 
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -75,28 +75,34 @@ def status_of(error: Exception) -> int:
     return next((status for kind, status in STATUSES if isinstance(error, kind)), 500)
 
 
-def error_body(status: int, message: str, param: str | None = None) -> bytes:
-    """``{"error": {"message", "type", "param", "code"}}`` as JSON."""
+def speaks_v2(path: str) -> bool:
+    """Whether ``path`` belongs to the Open Inference Protocol, whose errors have a shape of their own."""
+    return path.startswith("/v2") and (len(path) == 3 or path[3] == "/")
+
+
+def error_body(status: int, message: str, param: str | None = None, *, path: str) -> bytes:
+    """``{"error": {"message", "type", "param", "code"}}`` as JSON, or ``{"error": message}`` for a ``path`` of v2."""
+    if speaks_v2(path):
+        return orjson.dumps({"error": told(message)})
     kind = TYPES.get(status) or HTTPStatus(status).phrase.title().replace(" ", "") + "Error"
     error = {"message": told(message), "type": kind, "param": param and told(param, LONGEST_PARAM), "code": status}
     return orjson.dumps({"error": error})
 
 
 def error_response(
-    status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+    status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None, *, path: str
 ) -> Response:
-    """An answer in the one error shape."""
-    return Response(
-        error_body(status, message, param), status, media_type="application/json", headers=dict(headers or {})
-    )
+    """The answer to a request for ``path``, in the error shape that is spoken there."""
+    body = error_body(status, message, param, path=path)
+    return Response(body, status, media_type="application/json", headers=dict(headers or {}))
 
 
-def response_for(error: Exception) -> Response:
-    """The answer to a request that ended in ``error``; what is not ours tells nothing of the inside."""
+def response_for(error: Exception, path: str) -> Response:
+    """The answer to a request for ``path`` that ended in ``error``; what is not ours tells nothing of the inside."""
     if not isinstance(error, MoeletError):
-        return error_response(500, "an unexpected error happened in the service; its log has the details")
+        return error_response(500, "an unexpected error happened in the service; its log has the details", path=path)
     headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, UnavailableError) else None
-    return error_response(status_of(error), str(error), getattr(error, "param", None), headers)
+    return error_response(status_of(error), str(error), getattr(error, "param", None), headers, path=path)
 
 
 def validation_sentence(errors: list[Any]) -> tuple[str, str | None]:
@@ -121,23 +127,25 @@ def request_error(error: ValidationError) -> RequestError:
 def install_error_handlers(app: FastAPI) -> None:
     """Register the handlers that give every error of ``app`` its status and shape."""
 
-    async def on_error(_request: Request, error: Exception) -> Response:
-        return response_for(error)
+    async def on_error(request: Request, error: Exception) -> Response:
+        return response_for(error, request.scope["path"])
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        where = f"{request.method} {request.scope['path']}"
+        path = request.scope["path"]
+        where = f"{request.method} {path}"
         message = {404: f"there is no {where} here", 405: f"{where} is not allowed here"}.get(
             error.status_code, str(error.detail)
         )
-        return error_response(error.status_code, message, headers=error.headers)
+        return error_response(error.status_code, message, headers=error.headers, path=path)
 
-    async def on_validation(_request: Request, error: Exception) -> Response:
+    async def on_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return error_response(400, *validation_sentence(list(error.errors())))
+        return error_response(400, *validation_sentence(list(error.errors())), path=request.scope["path"])
 
-    async def on_disconnect(_request: Request, _error: Exception) -> Response:
-        return error_response(400, "the connection ended before the body was complete")
+    async def on_disconnect(request: Request, _error: Exception) -> Response:
+        message = "the connection ended before the body was complete"
+        return error_response(400, message, path=request.scope["path"])
 
     app.add_exception_handler(MoeletError, on_error)
     app.add_exception_handler(ClientDisconnect, on_disconnect)

@@ -92,12 +92,16 @@ class Protocol(HttpToolsProtocol):
         return b"".join(name + b": " + value + b"\r\n" for name, value in self.headers if name in BODY_HEADERS)
 
     def refuse(self, status: int, message: str) -> None:
-        """Answer with ``status`` and end the connection; what it was for is not known."""
-        body = error_body(status, message)
+        """Answer with ``status`` and end the connection."""
+        body = error_body(status, message, path=self._path())
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
         head += f"x-request-id: {uuid4().hex}\r\n\r\n"
         self.transport.write(STATUS_LINE[status] + head.encode() + body)
         self.transport.close()
+
+    def _path(self) -> str:
+        """The path asked for, as far as it has come; empty between requests."""
+        return self.url.partition(b"?")[0].decode("ascii", "replace") if self._in_head else ""
 
 
 def http_config(app: ASGIApp) -> uvicorn.Config:

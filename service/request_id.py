@@ -1,18 +1,18 @@
 """Gives every request an id, echoes it in ``X-Request-Id``, and answers what nobody else caught."""
 
 import logging
+import os
 import re
 import time
 from contextvars import ContextVar
-from uuid import uuid4
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import response_for
 
 log = logging.getLogger(__name__)
-SANE_ID = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]{0,126}[\x21-\x7e])?")
+SANE_ID = re.compile(rb"[\x21-\x7e](?:[\x20-\x7e]{0,126}[\x21-\x7e])?")
+HEADER = b"x-request-id"
 
 current_request_id: ContextVar[str] = ContextVar("request_id", default="")
 """The id of the request that the running task serves, for the log; empty outside of any."""
@@ -29,9 +29,8 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        sent = Headers(scope=scope).get("x-request-id", "")
-        request_id = sent if SANE_ID.fullmatch(sent) else uuid4().hex
-        current_request_id.set(request_id)
+        request_id = sent_id(scope) or os.urandom(16).hex().encode()
+        current_request_id.set(request_id.decode())
         started = time.perf_counter()
         status = 0
 
@@ -39,7 +38,7 @@ class RequestIdMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                message["headers"] = [*message.get("headers", ()), (HEADER, request_id)]
             await send(message)
 
         try:
@@ -47,7 +46,15 @@ class RequestIdMiddleware:
         except Exception as error:
             log.exception("%s %s failed", scope["method"], scope["path"])
             if status == 0:
-                await response_for(error)(scope, receive, send_with_id)
+                await response_for(error, scope["path"])(scope, receive, send_with_id)
         finally:
             elapsed = 1e3 * (time.perf_counter() - started)
             log.debug("%s %s %d in %.2f ms", scope["method"], scope["path"], status, elapsed)
+
+
+def sent_id(scope: Scope) -> bytes | None:
+    """The client's own id, or None where it sent none that we would repeat."""
+    for name, value in scope["headers"]:
+        if name == HEADER:
+            return value if SANE_ID.fullmatch(value) else None
+    return None

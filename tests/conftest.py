@@ -8,8 +8,8 @@ import pytest
 if TYPE_CHECKING:
     from running_service import OpenEngine, RunningService
 
-CONTRACT = ("terms", "forwards", "adapters", "swaps", "operation")
-pytest.register_assert_rewrite("oracle", "running_service", *(f"contract_{part}" for part in CONTRACT))
+CONTRACT = ("terms", "forwards", "adapters", "swaps", "operation", "v2")
+pytest.register_assert_rewrite("oracle", "running_service", "v2_wire", *(f"contract_{part}" for part in CONTRACT))
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,9 @@ from contract_adapters import AdapterContract
 from contract_forwards import ForwardContract
 from contract_operation import OperationContract
 from contract_swaps import SwapContract
+from contract_v2 import V2Contract
 
 
-class ServiceContract(ForwardContract, AdapterContract, SwapContract, OperationContract):
+class ServiceContract(ForwardContract, AdapterContract, SwapContract, OperationContract, V2Contract):
     """What every engine's service does over HTTP; the subclass's module has a module-scoped fixture
     ``open_engine``, an ``OpenEngine``."""

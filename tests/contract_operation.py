@@ -34,7 +34,7 @@ class OperationContract(ContractFixtures):
         assert first["plans"] == [dict(plan) for plan in service.service.plans[1]]
 
     @pytest.mark.parametrize(
-        "path", ["/", "/v1", "/v1/models/", "/v1/layers/1", "/v2", "/nothing?x=1", "/v1/adapters/a/b"]
+        "path", ["/", "/v1", "/v1/models/", "/v1/layers/1", "/v22", "/nothing?x=1", "/v1/adapters/a/b"]
     )
     def test_unknown_path(self, service: RunningService, path: str) -> None:
         assert_error(service.client.get(path), 404, path.partition("?")[0])
@@ -88,6 +88,7 @@ class OperationContract(ContractFixtures):
             ("/v1/load_lora_adapter", "post"),
             ("/v1/adapters/{name}", "put"),
             ("/health", "get"),
+            ("/v2/models/{model}/infer", "post"),
         } <= routes
         text = json.dumps(document)
         for name in {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}:

@@ -16,13 +16,13 @@ def record(message: str) -> logging.LogRecord:
 
 @pytest.mark.parametrize("text", ["plain", "ünï", "adapter_\udcff", "\ud800"])
 def test_an_error_carries_any_text(text: str) -> None:
-    error = json.loads(error_body(400, f"no {text}", text))["error"]
+    error = json.loads(error_body(400, f"no {text}", text, path="/"))["error"]
     escaped = text.encode("utf-8", "backslashreplace").decode()
     assert (error["message"], error["param"]) == (f"no {escaped}", escaped)
 
 
 def test_a_long_message_keeps_its_ends() -> None:
-    message = json.loads(error_body(404, "first " + "x" * 10**6 + " last"))["error"]["message"]
+    message = json.loads(error_body(404, "first " + "x" * 10**6 + " last", path="/"))["error"]["message"]
     assert len(message) < LONGEST + 10
     assert message.startswith("first x")
     assert message.endswith("x last")

@@ -1,0 +1,109 @@
+"""JSON from unknown hands: an object, and its arrays of numbers, a whole array at a time."""
+
+import json
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+from torch import Tensor
+
+from ..layer.errors import RequestError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+JSON_KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+MOST_DIMENSIONS = 8
+"""Of nested lists, how many levels are told when they are too many."""
+
+
+def load_object(body: bytes) -> dict[str, Any]:
+    """A JSON object; bare ``NaN``, ``Infinity`` and ``-Infinity`` are numbers. Raises ``RequestError``."""
+    try:
+        value = _load(body)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"the body should be a JSON object, got {kind(value)}")
+    return value
+
+
+def kind(value: Any) -> str:
+    """What ``value`` is, as JSON calls it."""
+    return JSON_KINDS.get(type(value), "null")
+
+
+def matrix(value: Any, field: str, rows: int | None, columns: int) -> Array:
+    """The numbers of nested lists, ``[rows, columns]`` (any number of rows for None).
+
+    Kinds and lengths are looked at before numpy is: it would make strings of everything beside a
+    string, each as wide as the longest.
+    """
+    wanted = f"{field} should be {'T' if rows is None else rows} rows of {columns} numbers"
+    if not isinstance(value, list):
+        raise RequestError(f"{wanted}, got {kind(value)}", field)
+    if not value and not rows:
+        return np.empty((0, columns), np.int64)
+    if _is_ragged(value):
+        raise RequestError(f"{wanted}, got rows of different lengths", field)
+    shape = _shape(value)
+    if shape != [len(value) if rows is None else rows, columns]:
+        raise RequestError(f"{wanted}, got the shape {shape}", field)
+    return _numbers(value, chain.from_iterable(value), wanted, field)
+
+
+def flat_matrix(value: list[Any], field: str, rows: int, columns: int) -> Array:
+    """The numbers of one list in row-major order, as ``[rows, columns]``."""
+    wanted = f"{field} should be {rows} x {columns} numbers"
+    if len(value) != rows * columns:
+        raise RequestError(f"{wanted}, got {len(value)}", field)
+    return _numbers(value, value, wanted, field).reshape(rows, columns)
+
+
+def floats(array: Array) -> Tensor:
+    """Numbers as fp32."""
+    return torch.from_numpy(array.astype(np.float64)).to(torch.float32)
+
+
+def expert_ids(array: Array, num_experts: int) -> Tensor:
+    """Whole numbers in ``-1 .. num_experts - 1`` as int32. Raises ``RequestError`` for others."""
+    if array.dtype.kind == "f":
+        wanted = f"topk_ids should be whole numbers in -1..{num_experts - 1}"
+        raise RequestError(f"{wanted}, got fractions, NaN or far larger ones among them", "topk_ids")
+    if array.size and (array.min() < -1 or array.max() >= num_experts):
+        wrong = array.min() if array.min() < -1 else array.max()
+        raise RequestError(f"topk_ids must lie in -1..{num_experts - 1}, got {wrong}", "topk_ids")
+    return torch.from_numpy(array.astype(np.int32))
+
+
+def _load(body: bytes) -> Any:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        if b"NaN" not in body and b"Infinity" not in body:
+            raise
+        return json.loads(body)
+
+
+def _numbers(value: list[Any], elements: Iterable[Any], wanted: str, field: str) -> Array:
+    strangers = {kind for kind in set(map(type, elements)) if kind not in (int, float)}
+    array = None if strangers else np.array(value) if value else np.empty(0, np.int64)
+    if array is None or array.dtype.kind not in "iuf":
+        found = sorted({JSON_KINDS.get(stranger, "null") for stranger in strangers}) or ["a huge number"]
+        raise RequestError(f"{wanted}, got {' and '.join(found)} among them", field)
+    return array
+
+
+def _is_ragged(value: list[Any]) -> bool:
+    kinds = set(map(type, value))
+    return list in kinds and (len(kinds) > 1 or len(set(map(len, value))) > 1)
+
+
+def _shape(value: Any) -> list[int]:
+    """The lengths of nested lists, by the first of each; rows are alike unless told otherwise."""
+    shape: list[int] = []
+    while isinstance(value, list) and len(shape) < MOST_DIMENSIONS:
+        shape.append(len(value))
+        value = value[0] if value else None
+    return shape

@@ -1,0 +1,89 @@
+"""The model repository extension: layers and adapters listed, adapters loaded and unloaded as models."""
+
+from typing import Any
+
+from ...layer.errors import RequestError
+from ...layer.slots import check_name
+from ..json_arrays import kind, load_object
+from ..service import MoeService
+from .bodies import read_body
+from .codec import MODEL_VERSION
+from .exchange import Incoming, Reply, json_reply
+from .header import shown
+from .models import Models
+
+UNLOAD_TIMEOUT_S = 30.0
+EXAMPLE = '{"parameters": {"config": "{\\"lora_path\\": \\"FOLDER\\"}"}}'
+
+
+class Repository:
+    """Adapters as models that can be loaded; the layers are always there."""
+
+    def __init__(self, service: MoeService, models: Models, max_body_bytes: int) -> None:
+        self._service = service
+        self._models = models
+        self._max_body_bytes = max_body_bytes
+
+    async def index(self, incoming: Incoming) -> Reply:
+        """``POST /v2/repository/index``: all that is served, which is all ready."""
+        await self._parameters(incoming)
+        listed = [(name, MODEL_VERSION) for name in self._models.layers]
+        listed += [(version.name, str(version.version)) for version in self._service.adapters.table]
+        return json_reply(
+            [{"name": name, "version": version, "state": "READY", "reason": ""} for name, version in listed]
+        )
+
+    async def load(self, incoming: Incoming) -> Reply:
+        """``POST /v2/repository/models/{adapter}/load``: load, or replace by what is there now."""
+        service = self._service
+        [name] = incoming.names
+        with service.metrics.adapter_load():
+            self._check(name)
+            path, pinned = _source(await self._parameters(incoming))
+            with service.lifecycle.admit():
+                version, _ = await service.adapters.load(name, path, param="lora_path", pinned=pinned, replace=True)
+        return json_reply({"name": name, "version": str(version.version), "state": "READY"})
+
+    async def unload(self, incoming: Incoming) -> Reply:
+        """``POST /v2/repository/models/{adapter}/unload``, once no request holds it."""
+        service = self._service
+        [name] = incoming.names
+        self._check(name)
+        await self._parameters(incoming)
+        with service.lifecycle.admit():
+            record = await service.adapters.unload(name, UNLOAD_TIMEOUT_S)
+        return json_reply({"name": name, "version": str(record["version"]), "state": "UNAVAILABLE"})
+
+    def _check(self, name: str) -> None:
+        if name in self._models.layers:
+            raise RequestError(f"{name} is a layer of the checkpoint: only adapters are loaded and unloaded", "model")
+        check_name(name, "model")
+
+    async def _parameters(self, incoming: Incoming) -> dict[str, Any]:
+        """The ``parameters`` of the body, which may be empty."""
+        body = bytes(await read_body(incoming.headers, incoming.receive, 0, self._max_body_bytes))
+        parameters = load_object(body).get("parameters") if body else None
+        if parameters is None:
+            return {}
+        if not isinstance(parameters, dict):
+            raise RequestError(f"parameters should be an object, got {kind(parameters)}", "parameters")
+        return parameters
+
+
+def _source(parameters: dict[str, Any]) -> tuple[str, bool | None]:
+    """Path and pin out of the parameter ``config``, which is JSON in a string."""
+    if file := next((name for name in parameters if name.startswith("file:")), None):
+        raise RequestError(f"{shown(file)}: files are not taken, only a config that names a folder", "parameters")
+    config = parameters.get("config")
+    if not isinstance(config, str):
+        raise RequestError(f"the parameter config should be a string, as in {EXAMPLE}, got {kind(config)}", "config")
+    try:
+        sent = load_object(config.encode())
+    except (RequestError, UnicodeEncodeError) as error:
+        raise RequestError(f"the parameter config should be JSON in a string: {error}", "config") from None
+    path, pinned = sent.get("lora_path"), sent.get("pinned")
+    if not isinstance(path, str):
+        raise RequestError(f"lora_path should be a string in config, as in {EXAMPLE}, got {kind(path)}", "lora_path")
+    if pinned is not None and not isinstance(pinned, bool):
+        raise RequestError(f"pinned should be a boolean in config, got {kind(pinned)}", "pinned")
+    return path, pinned
