@@ -1,5 +1,6 @@
 """The path policy: adapters named by clients are read below the adapter roots and nowhere else."""
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,9 @@ from ..layer.errors import (
     ConfigurationError,
     RequestError,
 )
+
+MOST_PASSES = 40
+"""Over a path whose links lead through loops, as many as the kernel follows links."""
 
 
 class AdapterRoots:
@@ -76,5 +80,14 @@ def _is_folder(path: Path) -> bool:
 
 
 def _real(path: Path) -> Path:
-    """All links resolved, as far as the path exists; unlike ``Path.resolve`` a loop of links does not raise."""
-    return Path(os.path.realpath(path))
+    """All links resolved, as far as the path exists; unlike ``Path.resolve`` a loop of links does not raise.
+
+    Behind a loop ``realpath`` leaves links as they are, so it is asked again until nothing changes: what is
+    checked is then what would be opened. Raises ``OSError`` when that does not end.
+    """
+    before, real = "", os.fspath(path)
+    for _ in range(MOST_PASSES):
+        before, real = real, os.path.realpath(real)
+        if before == real:
+            return Path(real)
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))

@@ -83,6 +83,13 @@ def test_what_is_no_path_is_the_request_s_fault(root: Path, sent: str) -> None:
     assert caught.value.param == "lora_path"
 
 
+@pytest.mark.parametrize("sent", ["loop/../outer", "loop/../outer/a", "loop/x/../../outer", "loop/../loop/../outer"])
+def test_a_loop_of_links_hides_no_link_behind_it(root: Path, sent: str) -> None:
+    for path in (sent, f"{root}/{sent}"):
+        with pytest.raises(AdapterForbiddenError):
+            AdapterRoots([root]).resolve(path, "path")
+
+
 def test_a_root_may_itself_be_a_link(root: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(root)
     roots = AdapterRoots([tmp_path / "link"])
