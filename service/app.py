@@ -1,4 +1,4 @@
-"""The ASGI application: routes, error shape, body limit and request ids around one service."""
+"""The ASGI application: routes, error shape, body limit, keys and request ids around one service."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 from .. import __version__
 from .body import BodyLimitMiddleware
 from .errors import install_error_handlers
+from .keys import KeyMiddleware, Keys
 from .request_id import RequestIdMiddleware
 from .routes import adapters, forward, health, layers
 from .schemas import BODIES, ErrorBody, ForwardAnswer
@@ -20,14 +21,14 @@ from .v2.app import V2
 from .v2.description import SCHEMAS, describe_v2
 
 
-def create_app(service: MoeService, *, max_body_bytes: int) -> ASGIApp:
-    """The whole application; its lifespan starts and stops ``service``.
+def create_app(service: MoeService, *, max_body_bytes: int, keys: Keys | None = None) -> ASGIApp:
+    """The whole application; its lifespan starts and stops ``service``. Without ``keys`` it is open.
 
     The middlewares are plain ASGI and lie around FastAPI, so that its own error answers carry the
     request id as well.
     """
-    app = V2(routed(service), service, max_body_bytes)
-    return RequestIdMiddleware(BodyLimitMiddleware(app, max_body_bytes))
+    app: ASGIApp = BodyLimitMiddleware(V2(routed(service), service, max_body_bytes), max_body_bytes)
+    return RequestIdMiddleware(KeyMiddleware(app, keys) if keys else app)
 
 
 def routed(service: MoeService) -> FastAPI:

@@ -10,6 +10,8 @@ from typing import Annotated, cast
 import typer
 
 from .. import __version__
+from . import options
+from .options import path_of
 
 app = typer.Typer(
     name="moelet",
@@ -40,13 +42,6 @@ def main(arguments: list[str] | None = None) -> int:
     except typer.Abort:
         return 130
     return code if isinstance(code, int) else 0
-
-
-def path_of(text: str) -> Path:
-    """A path of the command line; an empty one, as of a shell variable that is not set, is not the folder we are in."""
-    if not text:
-        raise typer.BadParameter("it should be a path, and is empty")
-    return Path(text)
 
 
 def count_of(text: str | int) -> int:
@@ -80,56 +75,42 @@ def moelet(
 
 @app.command()
 def serve(
-    checkpoint: Annotated[
-        Path | None, typer.Argument(parser=path_of, metavar="CHECKPOINT", help="Folder of a Hugging Face checkpoint.")
-    ] = None,
-    demo: Annotated[bool | None, typer.Option("--demo", help="Serve a small checkpoint and two adapters.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")] = None,
-    port: Annotated[
-        str | None, typer.Option(metavar="INTEGER", help="Port to listen on, 0 for any free one (8000).")
-    ] = None,
-    uds: Annotated[
-        Path | None,
-        typer.Option(parser=path_of, metavar="PATH", help="Unix socket to listen on, instead of host and port."),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N (auto).")] = None,
-    layers: Annotated[str | None, typer.Option(help="MoE layers to serve, such as 0-3,7 (all).")] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="Name of the model (the folder's).")] = None,
-    adapter: Annotated[list[str] | None, typer.Option(metavar="NAME=PATH", help="Adapter to load; repeatable.")] = None,
-    adapter_root: Annotated[
-        list[Path] | None,
-        typer.Option(parser=path_of, metavar="DIR", help="Folder below which clients may load adapters; repeatable."),
-    ] = None,
-    max_loras: Annotated[str | None, typer.Option(metavar="INTEGER", help="Adapter slots in the engine (8).")] = None,
-    max_cpu_loras: Annotated[str | None, typer.Option(metavar="INTEGER", help="Adapters loaded at most (32).")] = None,
-    max_lora_rank: Annotated[
-        str | None, typer.Option(metavar="INTEGER", help="Largest rank of an adapter (64).")
-    ] = None,
-    max_decode_tokens: Annotated[
-        str | None, typer.Option(metavar="INTEGER", help="GPU: largest captured batch (256).")
-    ] = None,
-    decode_shapes: Annotated[str | None, typer.Option(help="GPU: batch sizes to capture, such as 1,2,4.")] = None,
-    plan: Annotated[
-        str | None,
-        typer.Option(help="GPU: auto, fused, single_stream, two_stream or two_stream_overlap_down (auto)."),
-    ] = None,
-    max_body_mb: Annotated[
-        str | None, typer.Option(metavar="NUMBER", help="Largest request body, in 2^20 bytes (64).")
-    ] = None,
-    log_format: Annotated[str | None, typer.Option(help="text or json (text).")] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error (info).")] = None,
+    checkpoint: options.Checkpoint = None,
+    demo: options.Demo = None,
+    host: options.Host = None,
+    port: options.Port = None,
+    uds: options.Uds = None,
+    device: options.Device = None,
+    layers: options.Layers = None,
+    served_model_name: options.ServedModelName = None,
+    adapter: options.Adapter = None,
+    adapter_root: options.AdapterRoot = None,
+    max_loras: options.MaxLoras = None,
+    max_cpu_loras: options.MaxCpuLoras = None,
+    max_lora_rank: options.MaxLoraRank = None,
+    max_decode_tokens: options.MaxDecodeTokens = None,
+    decode_shapes: options.DecodeShapes = None,
+    plan: options.Plan = None,
+    api_key: options.ApiKey = None,
+    admin_api_key: options.AdminApiKey = None,
+    max_body_mb: options.MaxBodyMb = None,
+    body_timeout_s: options.BodyTimeoutS = None,
+    log_format: options.LogFormat = None,
+    log_level: options.LogLevel = None,
 ) -> int:
     """Serve the MoE layers of a checkpoint over HTTP.
 
     Every option is also MOELET_<NAME> in the environment (lists there are separated by commas); the option wins.
     """
-    options = dict(locals())
+    given = dict(locals())
     from ..layer.errors import MoeletError
+    from .argument_list import hide
     from .logs import configure_logs
     from .settings import Settings
 
+    hide([*(api_key or []), *([admin_api_key] if admin_api_key else [])])
     try:
-        settings = Settings.read(**options)
+        settings = Settings.read(**given)
         configure_logs(settings.log_format, settings.log_level)
         from .server import serve as run
 

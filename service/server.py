@@ -17,6 +17,7 @@ from rich.console import Console
 from ..layer.errors import ConfigurationError
 from .app import create_app
 from .body import MIB
+from .keys import Keys
 from .protocol import http_config
 from .service import MoeService
 from .settings import Settings
@@ -33,13 +34,21 @@ def serve(settings: Settings) -> int:
     """
     with exit_on_signal(), bound(settings) as listener:
         service = open_service(settings)
-        config = http_config(create_app(service, max_body_bytes=int(settings.max_body_mb * MIB)))
+        app = create_app(service, max_body_bytes=int(settings.max_body_mb * MIB), keys=keys_of(settings))
+        config = http_config(app, body_timeout_s=settings.body_timeout_s)
         listen(listener, config.backlog)
         log.info("serving on %s", address(listener))
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
             runner.run(Server(config, service).serve(sockets=[listener]))
         log.info("stopped")
         return 1 if service.lifecycle.failure is not None else 0
+
+
+def keys_of(settings: Settings) -> Keys:
+    """The keys that ``settings`` name."""
+    admin = settings.admin_api_key
+    api = [key.get_secret_value() for key in settings.api_key]
+    return Keys(api, None if admin is None else admin.get_secret_value())
 
 
 class Server(uvicorn.Server):

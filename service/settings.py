@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from ..layer.errors import ConfigurationError
@@ -60,6 +60,24 @@ def named_paths(value: Any) -> Any:
     return tuple(pairs)
 
 
+def key(value: Any) -> Any:
+    """A key that a request can carry after ``Authorization: Bearer``, without the line's end that secrets kept
+    in files have; never told in what is said of it."""
+    if not isinstance(value, str):
+        return value
+    if re.fullmatch(r"[\x21-\x7e]{1,512}", value.strip()) is None:
+        raise ValueError("should be a key of 1 to 512 visible ASCII characters")
+    return value.strip()
+
+
+def keys(value: Any) -> Any:
+    """``"KEY,KEY"`` as a list of keys."""
+    return [key(part) for part in comma_separated(value)]
+
+
+SECRETS = ("api_key", "admin_api_key")
+
+
 class Settings(BaseSettings):
     """The options of ``serve``; each is also ``MOELET_<NAME>`` in the environment, and the option wins.
 
@@ -84,7 +102,10 @@ class Settings(BaseSettings):
     max_decode_tokens: int = Field(256, ge=1)
     decode_shapes: Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(comma_separated)] = None
     plan: Plan = "auto"
+    api_key: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(keys)] = ()
+    admin_api_key: Annotated[SecretStr | None, BeforeValidator(key)] = None
     max_body_mb: float = Field(64.0, gt=0, allow_inf_nan=False)
+    body_timeout_s: float = Field(20.0, gt=0, le=86400)
     log_format: LogFormat = "text"
     log_level: LogLevel = "info"
 
@@ -98,6 +119,12 @@ class Settings(BaseSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _admin_key_apart(self) -> Self:
+        if self.admin_api_key in self.api_key:
+            raise ValueError("--admin-api-key is one of the keys of --api-key: give it to nobody but administrators")
+        return self
+
     @classmethod
     def read(cls, **options: Any) -> "Settings":
         """Settings from ``options``, the environment where an option is absent or None, and the defaults.
@@ -105,6 +132,9 @@ class Settings(BaseSettings):
         Raises ``ConfigurationError``: one sentence that names the option and says what it should be.
         """
         given = {name: value for name, value in options.items() if value is not None and value != []}
+        for variable in (ENV_PREFIX + name.upper() for name in SECRETS if name not in given):
+            if os.environ.get(variable) == "":  # of a secret that was not found: without it all would be open
+                raise ConfigurationError(f"{variable} is empty: set it to a key, or unset it to serve without one")
         try:
             return cls(**given)
         except ValidationError as error:
@@ -136,6 +166,8 @@ def _sentence(error: ValidationError, given: dict[str, Any]) -> str:
         return text
     name = str(first["loc"][0])
     variable = ENV_PREFIX + name.upper()
+    if name in SECRETS:
+        return f"{_option(name) if name in given else variable}: {text}"
     value = given.get(name, os.environ.get(variable))
     where = _option(name) if name in given else variable
     hint = ""

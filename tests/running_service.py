@@ -22,6 +22,7 @@ from moelet.layer.weights import LayerWeights
 from moelet.service.adapter_roots import AdapterRoots
 from moelet.service.app import create_app
 from moelet.service.engine_thread import EngineThread
+from moelet.service.keys import Keys
 from moelet.service.protocol import http_config
 from moelet.service.service import MoeService
 
@@ -232,8 +233,13 @@ def running(
     max_cpu_loras: int = 6,
     max_lora_rank: int = 8,
     more_roots: Sequence[Path] = (),
+    keys: Keys | None = None,
+    **limits: Any,
 ) -> Iterator[RunningService]:
-    """A service over ``open_engine`` with adapters below ``root`` (None: no root), until the block ends."""
+    """A service over ``open_engine`` with adapters below ``root`` (None: no root), until the block ends.
+
+    ``limits`` are those of ``http_config``.
+    """
     model, weights = small_model()
     gated: list[GatedEngine] = []
 
@@ -247,14 +253,14 @@ def running(
         return load_adapter(folder, model, max_rank=max_lora_rank, root=root)
 
     service = MoeService(EngineThread(opened), roots, read, max_cpu_loras=max_cpu_loras)
-    with listening(service) as url, httpx.Client(base_url=url, timeout=30) as client:
+    with listening(service, keys, **limits) as url, httpx.Client(base_url=url, timeout=30) as client:
         yield RunningService(client, service, gated[0], weights, root or Path())
 
 
 @contextmanager
-def listening(service: MoeService) -> Iterator[str]:
+def listening(service: MoeService, keys: Keys | None = None, **limits: Any) -> Iterator[str]:
     """``service`` behind uvicorn on a free loopback port; the URL."""
-    config = http_config(create_app(service, max_body_bytes=MAX_BODY_BYTES))
+    config = http_config(create_app(service, max_body_bytes=MAX_BODY_BYTES, keys=keys), **limits)
     config.port = 0
     server = uvicorn.Server(config)
     started = threading.Event()

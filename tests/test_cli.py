@@ -95,7 +95,6 @@ def test_help_imports_nothing_heavy() -> None:
         (["serve", "absent", "--port", "x"], ("--port", "x")),
         (["serve", "absent", "--port", "70000"], ("--port", "65535")),
         (["serve", "absent", "--nonsense"], ("--nonsense",)),
-        (["serve", "absent", "--api-key", "k"], ("--api-key",)),
         (["serve", "absent", "--device", "cuda:99"], ("cuda:99", "--device cpu")),
         (["serve", "absent", "--device", "tpu"], ("--device", "tpu")),
         (["serve", "absent", "--adapter-root", "/absent"], ("--adapter-root", "/absent")),

@@ -235,3 +235,21 @@ def test_a_signal_while_loading_ends_at_once_with_0(tmp_path: Path) -> None:
         assert started.wait(5) == 0
         assert "Traceback" not in (tmp_path / "log").read_text()
     assert not uds.exists()
+
+
+def test_keys_are_asked_for_and_told_to_nobody(tmp_path: Path) -> None:
+    keys = ["--api-key", "secret-user", "--admin-api-key", "secret-admin"]
+    with served(tmp_path, *keys, "--log-level", "debug", "--body-timeout-s", "1") as it:
+        statuses = []
+        for key in ("", "secret-user", "secret-admin", "secret-other"):
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            loaded = it.client.put("/v1/adapters/a", json={"path": "moelet-demo/demo-a"}, headers=headers)
+            statuses.append((it.client.get("/metrics", headers=headers).status_code, loaded.status_code))
+        assert statuses == [(401, 401), (200, 403), (200, 201), (401, 401)]
+        with socket.create_connection((it.client.base_url.host, it.client.base_url.port), timeout=10) as idle:
+            idle.sendall(b"GET /ready HTTP/1.1\r\nAuthorization: Bearer secret-user\r\n")
+            assert idle.recv(1) == b""
+        assert b"secret" not in Path(f"/proc/{it.process.pid}/cmdline").read_bytes()
+        it.process.send_signal(signal.SIGTERM)
+        assert it.wait() == 0
+        assert "secret" not in it.log.read_text()

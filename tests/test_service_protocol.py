@@ -1,7 +1,6 @@
 """HTTP below the application, spoken to over bare sockets: what is no HTTP, heads without end, and upgrades."""
 
 import json
-import socket
 from collections.abc import Iterator, Mapping
 
 import pytest
@@ -12,6 +11,7 @@ from moelet.layer.reference import ReferenceEngine
 from moelet.layer.spec import ModelSpec
 from moelet.layer.weights import LayerWeights
 from moelet.service.protocol import MAX_HEAD_BYTES
+from raw_http import answers, spoken
 from running_service import HIDDEN, OpenEngine, RunningService, hidden_states
 
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
@@ -24,35 +24,6 @@ def open_engine() -> OpenEngine:
         return ReferenceEngine(model, weights, max_loras=max_loras, max_lora_rank=max_lora_rank)
 
     return opened
-
-
-def spoken(service: RunningService, parts: Iterator[bytes]) -> bytes:
-    """All that the service says until it ends the connection."""
-    url = service.client.base_url
-    said = b""
-    with socket.create_connection((url.host, url.port), timeout=10) as client:
-        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        try:
-            for part in parts:
-                client.sendall(part)
-        except OSError:
-            pass  # it answered and closed already
-        while piece := client.recv(65536):
-            said += piece
-    return said
-
-
-def answers(said: bytes) -> list[tuple[int, dict[str, str], bytes]]:
-    """The (status, headers, body) of each answer in ``said``."""
-    found = []
-    while said:
-        head, _, said = said.partition(b"\r\n\r\n")
-        status, *lines = head.decode().split("\r\n")
-        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
-        length = int(headers["content-length"])
-        found.append((int(status.split()[1]), headers, said[:length]))
-        said = said[length:]
-    return found
 
 
 @pytest.mark.parametrize(

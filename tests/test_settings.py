@@ -43,7 +43,10 @@ def test_defaults_are_those_of_the_contract() -> None:
         "max_decode_tokens": 256,
         "decode_shapes": None,
         "plan": "auto",
+        "api_key": (),
+        "admin_api_key": None,
         "max_body_mb": 64.0,
+        "body_timeout_s": 20.0,
         "log_format": "text",
         "log_level": "info",
     }
@@ -100,6 +103,9 @@ def test_lists_from_options() -> None:
         ({"max_loras": 0}, ("--max-loras", "1", "0")),
         ({"max_body_mb": 0}, ("--max-body-mb", "greater than 0")),
         ({"max_body_mb": "nan"}, ("--max-body-mb", "nan")),
+        ({"body_timeout_s": 0}, ("--body-timeout-s", "greater than 0")),
+        ({"body_timeout_s": "inf"}, ("--body-timeout-s", "less than or equal to 86400")),
+        ({"body_timeout_s": "nan"}, ("--body-timeout-s", "nan")),
         ({"plan": "fast"}, ("--plan", "two_stream", "'fast'")),
         ({"log_level": "loud"}, ("--log-level", "debug")),
         ({"decode_shapes": "1,x"}, ("--decode-shapes", "integer")),
@@ -127,6 +133,43 @@ def test_the_port_that_kubernetes_sets_is_explained(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigurationError, match="Kubernetes"):
         read()
     assert read(port=1).port == 1
+
+
+def test_keys_from_options_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [key.get_secret_value() for key in read(api_key=["a,b", "c"]).api_key] == ["a,b", "c"]
+    monkeypatch.setenv("MOELET_API_KEY", "k1,")
+    with pytest.raises(ConfigurationError, match="MOELET_API_KEY"):
+        read()
+    monkeypatch.setenv("MOELET_API_KEY", "k1, k2\n")
+    monkeypatch.setenv("MOELET_ADMIN_API_KEY", "k3\n")
+    settings = read()
+    assert [key.get_secret_value() for key in settings.api_key] == ["k1", "k2"]
+    assert settings.admin_api_key is not None
+    assert settings.admin_api_key.get_secret_value() == "k3"
+    assert not {"k1", "k2", "k3"} & set(re.findall(r"\w+", repr(settings) + str(settings.model_dump_json())))
+
+
+@pytest.mark.parametrize("variable", ["MOELET_API_KEY", "MOELET_ADMIN_API_KEY"])
+@pytest.mark.parametrize("value", ["", " ", "secret key", "secret-\u00e9", "secret" * 100, "secret\nsecret"])
+def test_a_key_that_is_none_stops_the_start_and_is_not_told(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    """An empty one above all, as that of a secret that was not found: without it everything would be open."""
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigurationError, match=f"^{variable}") as caught:
+        read()
+    assert "secret" not in str(caught.value)
+    monkeypatch.delenv(variable)
+    option = variable.removeprefix("MOELET_").lower()
+    with pytest.raises(ConfigurationError, match=f"^--{option.replace('_', '-')}: should be a key") as caught:
+        read(**{option: value if "ADMIN" in variable else ["good", value]})
+    assert "secret" not in str(caught.value)
+
+
+def test_the_admin_key_is_a_key_of_its_own() -> None:
+    with pytest.raises(ConfigurationError, match="--admin-api-key is one of the keys of --api-key") as caught:
+        read(api_key=["secret-1", "secret-2"], admin_api_key="secret-2")
+    assert "secret-" not in str(caught.value)
 
 
 def test_unknown_variables_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

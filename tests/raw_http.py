@@ -1,0 +1,49 @@
+"""HTTP over bare sockets for tests: what a service says to any bytes, and the answers in what it said."""
+
+import socket
+from collections.abc import Iterator
+
+from running_service import RunningService
+
+
+def connected(service: RunningService, timeout_s: float = 10) -> socket.socket:
+    """A connection to ``service``, every send of which leaves at once."""
+    url = service.client.base_url
+    client = socket.create_connection((url.host, url.port), timeout=timeout_s)
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return client
+
+
+def until_closed(client: socket.socket) -> bytes:
+    """All that comes until the service ends the connection, however it does."""
+    said = b""
+    try:
+        while piece := client.recv(65536):
+            said += piece
+    except ConnectionResetError:
+        pass
+    return said
+
+
+def spoken(service: RunningService, parts: Iterator[bytes]) -> bytes:
+    """All that the service says until it ends the connection."""
+    with connected(service) as client:
+        try:
+            for part in parts:
+                client.sendall(part)
+        except OSError:
+            pass  # it answered and closed already
+        return until_closed(client)
+
+
+def answers(said: bytes) -> list[tuple[int, dict[str, str], bytes]]:
+    """The (status, headers, body) of each answer in ``said``."""
+    found = []
+    while said:
+        head, _, said = said.partition(b"\r\n\r\n")
+        status, *lines = head.decode().split("\r\n")
+        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+        length = int(headers["content-length"])
+        found.append((int(status.split()[1]), headers, said[:length]))
+        said = said[length:]
+    return found
