@@ -3,10 +3,12 @@
 import json
 import math
 import os
+import platform
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,29 @@ def circumstances(kind: str, arguments: Sequence[str], rig: Rig, commit: str | N
         "torch": torch.__version__,
         "read_bandwidth_tb_s": round(rig.bandwidth * 1e-12, 4),
     }
+
+
+def host_circumstances(kind: str, arguments: Sequence[str], commit: str | None) -> Row:
+    """The same of a run that needs no GPU; ``load_average`` is the machine's over the minute before."""
+    return {
+        "kind": kind,
+        "command": shlex.join(["moelet", "bench", kind, *_measuring(arguments)]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit or git_commit(),
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "uvicorn": version("uvicorn"),
+    }
+
+
+def cpu_model() -> str:
+    """The CPU as Linux names it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _measuring(arguments: Sequence[str]) -> list[str]:

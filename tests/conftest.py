@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from running_service import OpenEngine, RunningService
 
 CONTRACT = ("terms", "forwards", "adapters", "swaps", "operation", "v2")
-pytest.register_assert_rewrite("oracle", "running_service", "v2_wire", *(f"contract_{part}" for part in CONTRACT))
+SHARED = ("oracle", "running_service", "v2_requests", "v2_wire")
+pytest.register_assert_rewrite(*SHARED, *(f"contract_{part}" for part in CONTRACT))
 
 
 @pytest.fixture(scope="module")

@@ -48,8 +48,10 @@ def json_request(inputs: Mapping[str, Any], datatypes: Mapping[str, str] | None 
     """The same with every tensor as JSON data, flat."""
     listed = []
     for name, value in inputs.items():
-        array = np.asarray(value)
-        datatype = "BYTES" if name == "adapter" else (datatypes or {}).get(name) or USUAL[name]
+        if name == "adapter":
+            listed.append({"name": name, "shape": [len(value)], "datatype": "BYTES", "data": list(value)})
+            continue
+        array, datatype = np.asarray(value), (datatypes or {}).get(name) or USUAL[name]
         data = array.flatten().tolist()
         listed.append({"name": name, "shape": list(array.shape), "datatype": datatype, "data": data})
     return json.dumps({"inputs": listed, **fields}).encode()

@@ -1,5 +1,6 @@
 """What every route needs: the service behind the application, and a body as a checked model."""
 
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -28,8 +29,9 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The error answers of a route, for OpenAPI."""
-    return {status: {"model": ErrorBody} for status in statuses}
+    """The error answers of a route, for OpenAPI: JSON whatever else the route answers with."""
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}}}
+    return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}
 
 
 def takes(kind: type[BaseModel]) -> dict[str, Any]:
