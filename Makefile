@@ -23,7 +23,7 @@ endif
 CUDA_SOURCES = $(shell find cuda -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check fix gpu-test bench wheel clean
+.PHONY: help serve test check fix gpu-test image-test bench wheel clean
 
 help: ## List the targets and the variables they read
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ fix: $(TOOLS) ## Mend what lint and format can mend
 
 gpu-test: $(TOOLS) ## Run the tests that need an NVIDIA GPU
 	$(PY) -m pytest -m gpu $(ARGS)
+
+image-test: ## Build the container image and try it out, as root, with buildah and podman
+	$(PYTHON) deploy/verify_image.py --torch "$(TORCH)" $(ARGS)
 
 bench: $(TOOLS) ## Run the benchmarks: make bench ARGS="layer --shape qwen3-30b-a3b"
 	$(PY) -m benchmarks $(ARGS)
