@@ -69,7 +69,7 @@ class TensorFile:
         are not finite in bf16.
         """
         if stored.dtype not in _DTYPES:
-            raise AdapterRefusedError(stored.key, "dtype F32, F16 or BF16", stored.dtype)
+            raise AdapterRefusedError(stored.key, "dtype F32, F16 or BF16", shown(stored.dtype))
         raw = torch.empty(stored.end - stored.begin, dtype=torch.uint8)
         _fill(self._file, self._start + stored.begin, raw.numpy().data)
         tensor = raw.view(_DTYPES[stored.dtype]).view(stored.shape).bfloat16()
