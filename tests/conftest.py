@@ -8,7 +8,7 @@ import pytest
 if TYPE_CHECKING:
     from running_service import OpenEngine, RunningService
 
-CONTRACT = ("terms", "forwards", "adapters", "swaps", "operation", "v2")
+CONTRACT = ("terms", "forwards", "adapters", "swaps", "operation", "v2", "generation")
 SHARED = ("oracle", "running_service", "v2_requests", "v2_wire")
 pytest.register_assert_rewrite(*SHARED, *(f"contract_{part}" for part in CONTRACT))
 
