@@ -10,15 +10,9 @@ import httpx
 import ml_dtypes
 import numpy as np
 
-Array = np.ndarray[Any, np.dtype[Any]]
+from v2_wire import NUMPY
 
-DTYPES: dict[str, Any] = {
-    "BF16": ml_dtypes.bfloat16,
-    "FP16": np.float16,
-    "FP32": np.float32,
-    "INT32": np.int32,
-    "INT64": np.int64,
-}
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass
@@ -54,7 +48,7 @@ def received(request: httpx.Request) -> Received:
 def decoded(datatype: str, shape: list[int], data: bytes) -> Array | list[str]:
     """The elements of one tensor."""
     if datatype != "BYTES":
-        array: Array = np.frombuffer(data, np.dtype(DTYPES[datatype]).newbyteorder("<")).reshape(shape)
+        array: Array = np.frombuffer(data, NUMPY[datatype]).reshape(shape)
         return array
     elements, at = [], 0
     while at < len(data):

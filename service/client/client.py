@@ -111,7 +111,7 @@ class Client:
             if value is not None:
                 inputs.append(send_floats(name, value))
         if adapters is not None:
-            inputs.append(_names_tensor(adapters, adapter))
+            inputs.append(_names_tensor(adapters, adapter, inputs[0].shape[0]))
         body, head = encode(inputs, {} if adapter is None else {"adapter": adapter})
         headers = {HEADER: str(head), "Content-Type": "application/octet-stream"}
         if timeout_s is not None:
@@ -190,9 +190,11 @@ class Client:
         return self._connection.send(method, path, content=content, headers={"Content-Type": "application/json"})
 
 
-def _names_tensor(adapters: Sequence[str | None], adapter: str | None) -> WireTensor:
+def _names_tensor(adapters: Sequence[str | None], adapter: str | None, num_tokens: int) -> WireTensor:
     if adapter is not None:
         raise RequestError("give adapter for all tokens or adapters for each, not both", "adapters")
+    if len(adapters) != num_tokens:
+        raise RequestError(f"adapters should be one for each of {num_tokens} tokens, got {len(adapters)}", "adapters")
     for name in set(adapters):
         if name is not None and (not isinstance(name, str) or not name):
             raise RequestError(f"adapters should hold names and None, got {name!r} among them", "adapters")

@@ -68,8 +68,9 @@ class RemoteExperts:
 
         with ExitStack() as closing:
             client = _client(url, api_key, closing)
+            specs = model_specs(model.config)
             blocks = _wanted_blocks(model, layers)
-            check_served(blocks, model_specs(model.config), client.describe())
+            check_served(blocks, specs, client.describe())
             calls = Calls(client, adapter, timeout_s)
             local = [(block, local_parts(block)) for block in blocks.values()]
             for layer, block in blocks.items():

@@ -1,0 +1,152 @@
+"""Every family's MoE blocks with their experts in the service, against what transformers computes at home."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel
+
+from checkpoints import FAMILY_CONFIGS, HIDDEN, build_model, copy_checkpoint, moe_block, router_of, write_checkpoint
+from moelet.layer.checkpoint import open_checkpoint
+from moelet.layer.engine import LayerBatch
+from moelet.layer.errors import UnsupportedCheckpointError
+from moelet.service.client import Client, RemoteExperts, RemoteExpertsError
+from moelet.service.settings import Settings
+from moelet.service.startup import open_service
+from oracle import assert_close_to_truth, torch_bf16_layer
+from running_service import listening
+
+TEXT = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(2))
+
+
+@contextmanager
+def serving(checkpoint: Path, layers: str | None = None) -> Iterator[str]:
+    settings = Settings.read(checkpoint=checkpoint, device="cpu", layers=layers)
+    with listening(open_service(settings)) as url:
+        yield url
+
+
+@torch.no_grad()
+def check_blocks(model: PreTrainedModel, remote: PreTrainedModel, checkpoint: Path) -> None:
+    """Each remote block against the local one in float64, over two sequences."""
+    opened = open_checkpoint(checkpoint)
+    hidden = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for index, spec in opened.model.layers.items():
+        block = moe_block(model, index).double()
+        truth = block(hidden.double())
+        _, weights, ids = router_of(block)(hidden.double().flatten(0, 1))
+        batch = LayerBatch(
+            layer=index,
+            hidden_states=hidden.flatten(0, 1),
+            topk_ids=ids.int(),
+            topk_weights=weights.float(),
+        )
+        baseline = torch_bf16_layer(spec, opened.load_layer(index), batch)
+        value = moe_block(remote, index)(hidden.float())
+        assert (value.shape, value.dtype) == (truth.shape, torch.float32)
+        assert_close_to_truth(value.flatten(0, 1), truth.flatten(0, 1), baseline)
+
+
+@pytest.mark.parametrize("model_type", FAMILY_CONFIGS)
+def test_blocks_of_every_family(model_type: str, tmp_path: Path) -> None:
+    checkpoint = tmp_path / model_type
+    model = write_checkpoint(checkpoint, model_type)
+    with serving(checkpoint) as url, Client(url) as client, torch.no_grad():
+        attached = copy.deepcopy(model).float()
+        with RemoteExperts.attach(attached, client) as remote:
+            check_blocks(model, attached, checkpoint)
+            wanted = attached(TEXT, use_cache=False).logits
+            at_home = {name for name, _ in attached.named_parameters()}
+            logits = attached(TEXT, use_cache=False, output_router_logits=True).router_logits
+            assert len(logits) == len(remote.layers)
+        again = RemoteExperts.load(checkpoint, client, dtype=torch.float32)
+        assert type(again.model) is type(model)
+        assert {name for name, _ in again.model.named_parameters()} == at_home
+        assert torch.equal(again.model(TEXT, use_cache=False).logits, wanted)
+        with pytest.raises(RemoteExpertsError, match="released or never loaded"):
+            again.detach()
+
+
+def test_kimi_k2_as_the_deepseek_v3_that_it_is(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "v3", "deepseek_v3")
+    kimi = copy_checkpoint(tmp_path / "v3", tmp_path / "kimi", {"model_type": "kimi_k2"})
+    with serving(kimi) as url, RemoteExperts.attach(copy.deepcopy(model).float(), url) as remote:
+        check_blocks(model, remote.model, kimi)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A service of layers 0 and 2 of three, and its checkpoint."""
+    checkpoint = tmp_path_factory.mktemp("qwen") / "base"
+    write_checkpoint(checkpoint, "qwen3_moe")
+    with serving(checkpoint, "0,2") as url:
+        yield url, checkpoint
+
+
+def test_a_layer_that_is_not_served(qwen: tuple[str, Path]) -> None:
+    model = build_model("qwen3_moe")
+    with pytest.raises(RemoteExpertsError, match=r"layer 1 of the model is not served: it was left out .* are 0,2"):
+        RemoteExperts.attach(model, qwen[0])
+    assert all(hasattr(moe_block(model, layer).experts, "gate_up_proj") for layer in range(3))
+    with RemoteExperts.attach(model, qwen[0], layers=[2, 0]) as remote:
+        assert remote.layers == (0, 2)
+    loaded = RemoteExperts.load(qwen[1], qwen[0], layers=[0, 2])
+    assert hasattr(moe_block(loaded.model, 1).experts, "gate_up_proj")
+    assert not list(moe_block(loaded.model, 2).experts.parameters())
+    loaded.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"num_experts": 4}, "layer 0 has num_experts 4 in the model, and 8 in the service, which serves base"),
+        ({"moe_intermediate_size": 32}, "intermediate_size 32 in the model, and 24 in the service"),
+        ({"num_experts_per_tok": 2}, "top_k 2 in the model, and 3 in the service"),
+        ({"mlp_only_layers": [0, 1, 2]}, "Qwen3MoeForCausalLM has no MoE layer with a gate and experts"),
+    ],
+)
+def test_a_model_of_other_sizes(qwen: tuple[str, Path], changes: dict[str, object], told: str) -> None:
+    layers = None if "mlp_only_layers" in changes else [0]
+    with pytest.raises(RemoteExpertsError, match=told):
+        RemoteExperts.attach(build_model("qwen3_moe", **changes), qwen[0], layers=layers)
+
+
+def test_models_that_cannot_have_remote_experts(qwen: tuple[str, Path]) -> None:
+    url = qwen[0]
+    with pytest.raises(RemoteExpertsError, match="layer 7 of the model is no MoE layer; those are 0-2"):
+        RemoteExperts.attach(build_model("qwen3_moe"), url, layers=[7])
+    with pytest.raises(RemoteExpertsError, match="intermediate_size"):
+        RemoteExperts.attach(build_model("qwen2_moe"), url, layers=[0])
+    gpt_oss = AutoModelForCausalLM.from_config(
+        GptOssConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_local_experts=2, vocab_size=8)
+    )
+    with pytest.raises(UnsupportedCheckpointError, match=r"gpt_oss .*its router and experts have biases"):
+        RemoteExperts.attach(gpt_oss, url)
+    listed = build_model("qwen3_moe")
+    moe_block(listed, 0).experts = nn.ModuleList()
+    with pytest.raises(RemoteExpertsError, match="are a list of modules"):
+        RemoteExperts.attach(listed, url, layers=[0])
+    with RemoteExperts.attach(listed, url, layers=[2]), pytest.raises(RemoteExpertsError, match="remote already"):
+        RemoteExperts.attach(listed, url, layers=[2])
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_a_local_adapter_stays_where_the_service_does_not_reach(qwen: tuple[str, Path]) -> None:
+    outside = LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.gate.weight"])
+    with RemoteExperts.attach(get_peft_model(build_model("qwen3_moe"), outside), qwen[0], layers=[0]) as remote:
+        assert remote.layers == (0,)
+    inside = LoraConfig(target_modules=[], target_parameters=["mlp.experts.down_proj"])
+    with pytest.raises(RemoteExpertsError, match=r"layer 0 carry a local adapter \(.*lora_A.*load it into the service"):
+        RemoteExperts.attach(get_peft_model(build_model("qwen3_moe"), inside), qwen[0], layers=[0])
+
+
+def test_gradients_end_with_an_error_and_not_in_silence(qwen: tuple[str, Path]) -> None:
+    with RemoteExperts.attach(build_model("qwen3_moe").float(), qwen[0], layers=[0, 2]) as remote:
+        loss = remote.model(TEXT).logits.sum()
+        with pytest.raises(RemoteExpertsError, match=r"layer 2 .* gives no gradients"):
+            loss.backward()

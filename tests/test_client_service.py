@@ -1,0 +1,149 @@
+"""The client against a real service: the numbers that JSON gives, adapters, errors, threads, time that runs out."""
+
+import socket
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moelet.layer.engine import Engine
+from moelet.layer.reference import ReferenceEngine
+from moelet.layer.spec import ModelSpec
+from moelet.layer.weights import LayerWeights
+from moelet.service.client import Client, ServiceError, ServiceTimeoutError, ServiceUnreachableError
+from running_service import EXPERTS, LAYERS, TOP_K, OpenEngine, RunningService, hidden_states
+
+TOKENS = 7
+
+
+@pytest.fixture(scope="module")
+def open_engine() -> OpenEngine:
+    def opened(model: ModelSpec, weights: Mapping[int, LayerWeights], max_loras: int, max_lora_rank: int) -> Engine:
+        return ReferenceEngine(model, weights, max_loras=max_loras, max_lora_rank=max_lora_rank)
+
+    return opened
+
+
+@pytest.fixture
+def client(running_service: RunningService) -> Iterator[Client]:
+    with Client(str(running_service.client.base_url)) as client:
+        yield client
+    running_service.unload_all()
+
+
+def routings() -> dict[str, dict[str, torch.Tensor]]:
+    seeded = torch.Generator().manual_seed(3)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=seeded)[:TOP_K] for _ in range(TOKENS)])
+    ids[2, 1] = -1
+    weights = torch.rand(TOKENS, TOP_K, generator=seeded)
+    logits = torch.randn(TOKENS, EXPERTS, generator=seeded)
+    return {"gate": {}, "top-k": {"topk_ids": ids, "topk_weights": weights}, "logits": {"router_logits": logits}}
+
+
+@pytest.mark.parametrize("routing", ["gate", "top-k", "logits"])
+def test_the_numbers_are_those_of_json(running_service: RunningService, client: Client, routing: str) -> None:
+    routed, hidden = routings()[routing], hidden_states(TOKENS)
+    for name, seed in (("one", 11), ("two", 12)):
+        client.load_adapter(name, running_service.write(name, seed))
+    versions = {record["name"]: record["version"] for record in client.adapters()}
+    mixed = ["one", None, "two", "two", None, "one", None]
+    for used, adapters in (([], {}), (["two"], {"adapter": "two"}), (mixed, {"adapters": mixed})):
+        wanted = running_service.output(3, hidden_states=hidden, **routed, **adapters)
+        given: dict[str, Any] = {**routed, **adapters}
+        answer = client.answer(3, hidden, **given)
+        assert torch.equal(answer.hidden_states, wanted)
+        assert answer.adapter_versions == {name: versions[name] for name in used if name}
+        arrays = {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+        assert np.array_equal(client.forward(3, hidden.numpy(), **arrays), wanted.numpy())
+        assert torch.equal(client.forward(3, hidden.bfloat16(), **given).float(), wanted)
+        assert torch.equal(client.forward(3, hidden.half(), **given), wanted.half())
+
+
+def test_adapters_are_loaded_replaced_and_unloaded(running_service: RunningService, client: Client) -> None:
+    hidden = hidden_states(TOKENS)
+    first, second = running_service.write("first", 21), running_service.write("second", 22)
+    record = client.load_adapter("served", Path(first), pinned=True)
+    assert (record["name"], record["version"], record["pinned"]) == ("served", 1, True)
+    before = client.answer(1, hidden, adapter="served")
+    with pytest.raises(ServiceError, match="loaded already") as caught:
+        client.load_adapter("served", second)
+    assert caught.value.status == 400
+    record = client.load_adapter("served", second, replace=True)
+    assert (record["version"], record["pinned"]) == (2, True)
+    after = client.answer(1, hidden, adapter="served")
+    assert (before.adapter_versions, after.adapter_versions) == ({"served": 1}, {"served": 2})
+    assert not torch.equal(before.hidden_states, after.hidden_states)
+    assert [record["name"] for record in client.adapters()] == ["served"]
+    assert client.adapter("served") == client.adapters()[0]
+    assert client.unload_adapter("served")["version"] == 2
+    assert client.adapters() == []
+
+
+def test_an_unload_says_who_still_holds_the_adapter(running_service: RunningService, client: Client) -> None:
+    client.load_adapter("held", running_service.write("held", 31))
+    with ThreadPoolExecutor() as pool, running_service.engine.closed():
+        running = pool.submit(client.forward, 1, hidden_states(TOKENS), adapter="held")
+        assert running_service.engine.waiting.wait(30)
+        with pytest.raises(ServiceError, match="1 request still holds it") as caught:
+            client.unload_adapter("held", timeout_s=0.1)
+        assert caught.value.status == 409
+    assert running.result().shape == (TOKENS, hidden_states(1).shape[1])
+
+
+def test_layers(client: Client) -> None:
+    assert [card["layer"] for card in client.layers()] == list(LAYERS)
+    assert client.describe()["skipped"] == {"0": "it is dense", "2": "it was left out"}
+
+
+def test_errors_of_the_service(running_service: RunningService, client: Client) -> None:
+    hidden = hidden_states(TOKENS)
+    calls = {
+        404: [lambda: client.forward(0, hidden), lambda: client.forward(1, hidden, adapter="nowhere"),
+              lambda: client.unload_adapter("nowhere"), lambda: client.load_adapter("a", "nowhere"),
+              lambda: client.adapter("no/where")],
+        403: [lambda: client.load_adapter("a", "/etc")],
+        400: [lambda: client.forward(1, hidden[:, 1:]), lambda: client.load_adapter("-", "x"),
+              lambda: client.load_adapter("a", str(running_service.root / "dora"))],
+    }  # fmt: skip
+    for status, failing in calls.items():
+        for call in failing:
+            with pytest.raises(ServiceError) as caught:
+                call()
+            assert caught.value.status == status, caught.value
+            assert caught.value.request_id
+    with running_service.engine.failing(RuntimeError("broken")), pytest.raises(ServiceError) as caught:
+        client.forward(1, hidden)
+    assert caught.value.status == 500
+    assert client.forward(1, hidden).isfinite().all()
+
+
+def test_time_that_runs_out(running_service: RunningService, client: Client) -> None:
+    with running_service.engine.closed(), pytest.raises(ServiceTimeoutError) as caught:
+        client.forward(1, hidden_states(TOKENS), timeout_s=0.2)
+    assert caught.value.status in (None, 504)
+    assert caught.value.request_id
+    assert client.forward(1, hidden_states(TOKENS)).isfinite().all()
+
+
+def test_nobody_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with Client(f"http://127.0.0.1:{port}") as client:
+        for call in (client.layers, lambda: client.forward(0, hidden_states(1)), lambda: client.load_adapter("a", "b")):
+            with pytest.raises(ServiceUnreachableError, match=f"http://127.0.0.1:{port} cannot be reached"):
+                call()
+
+
+def test_one_client_in_many_threads(running_service: RunningService, client: Client) -> None:
+    names = [None, "one", "two"]
+    client.load_adapter("one", running_service.write("one", 11))
+    client.load_adapter("two", running_service.write("two", 12))
+    inputs = [hidden_states(1 + number % 5, seed=number) for number in range(60)]
+    wanted = [client.forward(1, hidden, adapter=names[i % 3]) for i, hidden in enumerate(inputs)]
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(lambda i: client.forward(1, inputs[i], adapter=names[i % 3]), range(len(inputs))))
+    assert all(map(torch.equal, got, wanted))
