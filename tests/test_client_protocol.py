@@ -132,6 +132,7 @@ def test_headers() -> None:
         ({"topk_ids": torch.zeros(TOKENS, 2)}, r"topk_ids should be two-dimensional, of int32 or int64, got float32"),
         ({"topk_weights": np.zeros(TOKENS, np.float32)}, r"topk_weights .* of shape \[5\]"),
         ({"adapter": "a", "adapters": ["a"] * TOKENS}, "adapter for all tokens or adapters for each, not both"),
+        ({"adapter": ""}, "adapter should be a name"),
         ({"adapters": ["a"]}, "adapters should be one for each of 5 tokens, got 1"),
         ({"adapters": ["a", "", None, "a", "a"]}, "names and None, got '' among them"),
     ],

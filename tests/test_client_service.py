@@ -15,7 +15,8 @@ from moelet.layer.reference import ReferenceEngine
 from moelet.layer.spec import ModelSpec
 from moelet.layer.weights import LayerWeights
 from moelet.service.client import Client, ServiceError, ServiceTimeoutError, ServiceUnreachableError
-from running_service import EXPERTS, LAYERS, TOP_K, OpenEngine, RunningService, hidden_states
+from moelet.service.keys import Keys
+from running_service import EXPERTS, LAYERS, TOP_K, OpenEngine, RunningService, hidden_states, running
 
 TOKENS = 7
 
@@ -119,6 +120,21 @@ def test_errors_of_the_service(running_service: RunningService, client: Client) 
         client.forward(1, hidden)
     assert caught.value.status == 500
     assert client.forward(1, hidden).isfinite().all()
+
+
+def test_keys(open_engine: OpenEngine, tmp_path: Path) -> None:
+    with running(open_engine, tmp_path, keys=Keys(["ordinary"], "admin")) as service:
+        url, path = str(service.client.base_url), service.write("one", 11)
+        for key, status in ((None, 401), ("wrong", 401), ("ordinary", None)):
+            with Client(url, key) as client:
+                if status is None:
+                    assert client.forward(1, hidden_states(2)).isfinite().all()
+                    status = 403
+                with pytest.raises(ServiceError) as caught:
+                    client.load_adapter("one", path)
+                assert caught.value.status == status
+        with Client(url, "admin") as client:
+            assert client.load_adapter("one", path)["version"] == 1
 
 
 def test_time_that_runs_out(running_service: RunningService, client: Client) -> None:

@@ -97,16 +97,27 @@ def test_http_stays_in_service() -> None:
     assert {path.parts[0] for path in speakers} == {"service"}, [str(path) for path in speakers]
 
 
+EXTRAS = {"service/client/without_experts.py": "transformers"}
+"""Files that import an optional dependency, and the extra that brings it."""
+
+
 def test_every_import_of_the_package_is_a_declared_dependency() -> None:
     project = tomllib.loads(text(Path("pyproject.toml")))["project"]
-    declared = {re.split(r"[^A-Za-z0-9_-]", line)[0].replace("_", "-").lower() for line in project["dependencies"]}
+
+    def named(lines: list[str]) -> set[str]:
+        return {re.split(r"[^A-Za-z0-9_-]", line)[0].replace("_", "-").lower() for line in lines}
+
+    def declared(path: Path) -> set[str]:
+        extra = EXTRAS.get(str(path))
+        return named(project["dependencies"] + (project["optional-dependencies"][extra] if extra else []))
+
     distributions = importlib.metadata.packages_distributions() | {"cuda": ["cuda-python"]}
     undeclared = {
         f"{path} imports {name}"
         for path in package_files()
         for name in origins(path)
         if not name.startswith("moelet")
-        and not declared & {dist.replace("_", "-").lower() for dist in distributions.get(name, [])}
+        and not declared(path) & {dist.replace("_", "-").lower() for dist in distributions.get(name, [])}
     }
     assert undeclared == set()
 

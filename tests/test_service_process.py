@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
 import moelet
+from moelet.service.client import Client
 
 SOURCES = str(Path(moelet.__file__).parent.parent)
 ZEROS = {"hidden_states": [[0.0] * 64] * 3}
@@ -200,7 +202,9 @@ def test_unix_socket_and_json_log(tmp_path: Path) -> None:
         answer = it.client.post("/v1/layers/0/forward", json=ZEROS, headers={"X-Request-Id": "mine"})
         assert answer.status_code == 200
         assert answer.json()["num_tokens"] == 3
-        assert [layer["layer"] for layer in it.client.get("/v1/layers").json()["layers"]] == [0, 2]
+        with Client(f"unix:{uds}") as client:
+            assert [layer["layer"] for layer in client.layers()] == [0, 2]
+            assert client.forward(2, np.zeros((3, 64), np.float32)).shape == (3, 64)
         it.process.send_signal(signal.SIGINT)
         assert it.wait() == 0
         lines = [json.loads(line) for line in it.log.read_text().splitlines()]

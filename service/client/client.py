@@ -104,6 +104,8 @@ class Client:
         timeout_s: float | None = None,
     ) -> ForwardAnswer[Tensor]:
         """``forward``, with the adapter versions that answered."""
+        if adapter == "":
+            raise RequestError("adapter should be a name, or None for the base, got an empty one", "adapter")
         inputs = [send_hidden_states(hidden_states)]
         if topk_ids is not None:
             inputs.append(send_ids("topk_ids", topk_ids))
