@@ -6,17 +6,16 @@
 #include "common/barrier.cuh"
 #include "common/layer_args.cuh"
 #include "common/layout.cuh"
+#include "common/routing.cuh"
 #include "common/scan.cuh"
 #include "common/tiles.cuh"
 
-constexpr uint16_t kNoKey = 0xffff;
 constexpr int kThreads = 512;
 constexpr int kTickets = 2;  // of the two grouped GEMMs that follow
 
 struct Rows {
     int num_rows;     // num_tokens * choices
     int max_rows;     // of the captured shape
-    int choices;      // top_k + num_shared
     int num_experts;  // local experts, then shared ones
     int buckets;      // adapter slots + 1: bucket 0 is "no adapter"
     uint16_t* keys;   // [num_rows] expert * buckets + bucket
@@ -27,30 +26,6 @@ struct Rows {
     int* warp_sums;   // [32]
 };
 
-struct Routing {
-    const int* __restrict__ topk_ids;     // [tokens, top_k] global expert ids
-    const int* __restrict__ token_slots;  // [tokens] adapter slot or -1
-    int top_k;
-    int local_offset;
-    int num_local;
-};
-
-// Sort key of a slot row, kNoKey without a local expert. Reads the routing of padding tokens too, so that no load
-// waits for the number of real ones.
-__device__ __forceinline__ uint16_t key_of(const Rows& rows, const Routing& routing, int row) {
-    const bool shared = rows.choices > routing.top_k;
-    const int token = shared || rows.buckets > 1 ? row / rows.choices : 0;
-    const int choice = shared ? row - token * rows.choices : 0;
-    int expert = routing.num_local + choice - routing.top_k;
-    if (choice < routing.top_k) {
-        const int index = shared ? token * routing.top_k + choice : row;
-        expert = __ldg(routing.topk_ids + index) - routing.local_offset;
-        if (expert < 0 || expert >= routing.num_local) return kNoKey;
-    }
-    const int bucket = rows.buckets > 1 ? __ldg(routing.token_slots + token) + 1 : 0;
-    return uint16_t(expert * rows.buckets + bucket);
-}
-
 __device__ __forceinline__ void count_rows(const Rows& rows, const Routing& routing) {
     constexpr int kBatch = 8;  // keys in flight per thread
     for (int start = 0; start < rows.max_rows; start += kBatch * kThreads) {
@@ -59,7 +34,7 @@ __device__ __forceinline__ void count_rows(const Rows& rows, const Routing& rout
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             const int row = first + i * kThreads;
-            keys[i] = row < rows.max_rows ? key_of(rows, routing, row) : kNoKey;
+            keys[i] = row < rows.max_rows ? routing.key_of(row) : kNoKey;
         }
         if (start == 0) {  // the keys' loads are under way meanwhile
             for (int i = threadIdx.x; i < rows.num_experts * rows.buckets; i += kThreads) rows.prefix[i] = 0;
@@ -172,18 +147,18 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     grid_dependency_launch();
 
     Rows rows;
-    rows.choices = top_k + num_shared;
+    const int choices = top_k + num_shared;
     rows.num_experts = num_local + num_shared;
     rows.buckets = num_slots + 1;
-    rows.num_rows = layer->num_tokens * rows.choices;
-    rows.max_rows = max_tokens * rows.choices;
+    rows.num_rows = layer->num_tokens * choices;
+    rows.max_rows = max_tokens * choices;
     rows.warp_sums = reinterpret_cast<int*>(shared);
     rows.counts = rows.warp_sums + 32;
     rows.starts = rows.counts + rows.num_experts;
     rows.groups = rows.starts + rows.num_experts;
     rows.prefix = rows.groups + rows.num_experts;
     rows.keys = reinterpret_cast<uint16_t*>(rows.prefix + rows.num_experts * rows.buckets);
-    count_rows(rows, Routing{topk_ids, token_slots, top_k, local_offset, num_local});
+    count_rows(rows, Routing{topk_ids, token_slots, top_k, choices, local_offset, num_local, rows.buckets});
     place_experts(rows);
 
     if (blockIdx.x == 0) {

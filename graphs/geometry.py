@@ -17,6 +17,13 @@ LORA_ENTRIES = 8
 """Blocks of ranks that one LoRA stage of a GEMM holds."""
 TOKEN_TILES = (8, 16, 32, 64, 128)
 """Tokens that one tile of a grouped GEMM can hold; the kernel is specialised for each."""
+DIRECT_TILES = TOKEN_TILES[:2]
+"""Those for which the gate_up GEMM exists that sorts for itself and holds all hidden states: as many tokens at most.
+With LoRA the first alone: beyond it, what the shrink loses beside a running GEMM is more than the sort costs."""
+DIRECT_ROWS = 256
+"""Slot rows that such a GEMM can sort, one a thread."""
+MOST_SHARED_BYTES = 227 << 10
+"""Shared memory that one block may take on compute capability 9.0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +135,19 @@ class Geometry:
         counters = 32 + self.experts * (3 + slots + 1)
         return 4 * counters + 2 * num_tokens * self.choices
 
+    @property
+    def direct_plan_bytes(self) -> int:
+        """Shared memory that a block sorts few tokens in: a tile, a key and eight tokens a slot row, and counters."""
+        return DIRECT_ROWS * (8 + 2 + ROW_ALIGN) + 4 * (32 + 2 * self.experts)
+
+    def direct(self, num_tokens: int, *, lora: bool) -> bool:
+        """Whether the gate_up GEMM of ``num_tokens`` tokens, their top-k as sent, can do without sort and gather."""
+        if num_tokens > DIRECT_TILES[0 if lora else -1] or num_tokens * self.choices > DIRECT_ROWS:
+            return False
+        config = gemm_config(token_tile(self, num_tokens), lora=lora, direct=True)
+        needed = config.shared_bytes(staging=True, lora_projections=2 * lora, direct_for=self)
+        return needed <= MOST_SHARED_BYTES
+
     def lora_groups(self, num_tokens: int) -> int:
         """(expert, adapter slot) pairs that ``num_tokens`` tokens can make at the most."""
         return max(min(num_tokens * self.choices, self.experts * self.max_loras), 1)
@@ -143,21 +163,26 @@ def token_tile(geometry: Geometry, num_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GemmConfig:
-    """How a grouped GEMM is compiled: rows and tokens of a tile, and stages of its ring."""
+    """How a grouped GEMM is compiled: rows and tokens of a tile, stages of its ring, and whether it is ``direct``."""
 
     block_m: int
     max_n: int
     stages: int
+    direct: bool = False
 
     def threads(self, *, lora: bool) -> int:
         """Threads of a block: two for each weight row, a producing warp, and with ``lora`` one more."""
         return 2 * self.block_m + 32 * (1 + lora)
 
-    def shared_bytes(self, *, staging: bool, lora_projections: int = 0) -> int:
+    def shared_bytes(self, *, staging: bool, lora_projections: int = 0, direct_for: Geometry | None = None) -> int:
         """Dynamic shared memory of a block; ``staging`` where the epilogue makes activations, ``lora_projections``
-        (2 for gate_up, 1 for down) where it adds the LoRA delta."""
+        (2 for gate_up, 1 for down) where it adds the LoRA delta, ``direct_for`` the layer of a direct one."""
         token_bytes = round_up(self.max_n * BLOCK_K * 2, 1024)
-        needed = self.stages * (self.block_m * BLOCK_K * 2 + token_bytes) + (token_bytes if staging else 0)
+        stage_bytes = self.block_m * BLOCK_K * 2 + (0 if self.direct else token_bytes)
+        needed = self.stages * stage_bytes + (token_bytes if staging else 0)
+        if direct_for is not None:
+            needed += direct_for.hidden_blocks * token_bytes
+            needed += direct_for.direct_plan_bytes
         if lora_projections:
             h_blocks = 4 if self.max_n > 64 else 8
             fragments = LORA_ENTRIES * self.block_m // 16 * 256
@@ -167,7 +192,7 @@ class GemmConfig:
         return max(needed + round_up(ring_bytes, 16) + round_up(lora_ring_bytes, 16), EXCLUSIVE_BYTES)
 
 
-def gemm_config(tile: int, *, lora: bool = False) -> GemmConfig:
+def gemm_config(tile: int, *, lora: bool = False, direct: bool = False) -> GemmConfig:
     """The configuration for token tiles of ``tile``: six stages keep 96 KiB of weights in flight on every SM. The
     widest tile with LoRA leaves room for four."""
-    return GemmConfig(block_m=128, max_n=tile, stages=4 if lora and tile > 64 else 6)
+    return GemmConfig(block_m=128, max_n=tile, stages=4 if lora and tile > 64 else 6, direct=direct)

@@ -6,7 +6,7 @@ Every launch declares the buffers it reads and writes. The order of two nodes fo
 * a programmatic edge ``u -> v`` (programmatic dependent launch): v starts once u has *started*. Only if v's kernel
   waits (``griddepcontrol.wait``) do its accesses come after u has completed; and u's completion says nothing of u's
   own predecessors unless u waited for them, so one kernel that does not wait breaks the chain for all behind it.
-  Where u lets v start only after its own wait, what u waited for has completed before v starts: v may read that
+  Where u lets v start only after its own wait, what u waited for has completed before v starts: v may touch that
   early, before it waits itself.
 
 Pure Python: it needs neither a GPU nor a driver.
@@ -23,10 +23,10 @@ from itertools import combinations
 class Work:
     """What one launch, copy or fill does to named buffers.
 
-    ``waits``: whether a kernel executes ``griddepcontrol.wait`` in every block, before its first access to any buffer
-    that another node writes, those of ``early`` apart, and before its first write. It matters only behind a
-    programmatic edge. ``early``: the buffers it reads before it waits. ``holds``: whether a kernel that waits does so
-    before it lets dependents start (``griddepcontrol.launch_dependents``).
+    ``waits``: whether a kernel executes ``griddepcontrol.wait`` in every block that touches a buffer which other nodes
+    touch too, those of ``early`` apart, before it does, and in one block at least. It matters only behind a programmatic
+    edge. ``early``: the buffers it touches before it waits. ``holds``: whether a kernel that waits does so before it lets
+    dependents start (``griddepcontrol.launch_dependents``).
     """
 
     label: str

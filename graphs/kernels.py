@@ -6,7 +6,7 @@ from ..layer.errors import UnsupportedCheckpointError
 from ..layer.spec import RoutingMethod
 from .compiler import Specialisation, compile_kernel
 from .cubins import CubinStore
-from .geometry import TOKEN_TILES, GemmConfig, gemm_config
+from .geometry import DIRECT_TILES, TOKEN_TILES, GemmConfig, gemm_config
 from .kernel import Kernel
 
 EPILOGUE_GATE_UP, EPILOGUE_ACTIVATION, EPILOGUE_DOWN, EPILOGUE_DOWN_FP32 = 0, 1, 2, 3
@@ -45,9 +45,19 @@ def grouped_gemm(config: GemmConfig, epilogue: int, *, lora: bool) -> Specialisa
     )
 
 
+def direct_gemm(config: GemmConfig, *, lora: bool) -> Specialisation:
+    """The gate_up GEMM of few tokens, with activation; ``lora`` where it adds the delta too."""
+    return Specialisation("direct_gemm.cu", grouped_gemm(config, EPILOGUE_ACTIVATION, lora=lora).defines)
+
+
 def lora_shrink(projections: int) -> Specialisation:
     """The shrink of gate and up (2 projections) or of down (1)."""
     return Specialisation("lora_shrink.cu", {"PROJECTIONS": projections, "RANK_BLOCKS": RANK_BLOCKS})
+
+
+def direct_shrink() -> Specialisation:
+    """The shrink of gate and up for few tokens."""
+    return Specialisation("direct_shrink.cu", lora_shrink(2).defines)
 
 
 def lora_expand(projections: int) -> Specialisation:
@@ -99,6 +109,15 @@ def for_tiles(tiles: Iterable[int], *, lora: bool) -> list[Specialisation]:
     ]
 
 
+def direct_gemms() -> list[Specialisation]:
+    """The gate_up GEMMs of few tokens that sort for themselves."""
+    return [
+        direct_gemm(gemm_config(tile, lora=adds, direct=True), lora=adds)
+        for adds in (False, True)
+        for tile in DIRECT_TILES[: 1 if adds else None]
+    ]
+
+
 def all_specialisations() -> list[Specialisation]:
     """Every kernel that an engine may ever load: what is compiled ahead of time, and what the tests compile."""
     either = (False, True)
@@ -110,6 +129,8 @@ def all_specialisations() -> list[Specialisation]:
         *[lora_shrink(projections) for projections in (1, 2)],
         *[lora_expand(projections) for projections in (1, 2)],
         *for_tiles(TOKEN_TILES, lora=True),
+        *direct_gemms(),
+        direct_shrink(),
         activation(),
         *[finalize(lora) for lora in either],
     ]

@@ -1,10 +1,10 @@
 """One typed launch for each kernel: which buffers it reads and writes, and how large its grid is."""
 
 from . import kernels
-from .arguments import float32, int32, int64, pointer
+from .arguments import Argument, float32, int32, int64, pointer
 from .buffers import RoutingInput
-from .geometry import gemm_config
-from .kernel import PreparedLaunch
+from .geometry import GemmConfig, gemm_config
+from .kernel import Kernel, PreparedLaunch
 from .lora_launches import DOWN, GATE_UP, LoraLaunches
 from .streams import Stream
 
@@ -132,6 +132,8 @@ class Launches(LoraLaunches):
 
     def gate_up_gemm(self, stream: Stream, *, fused: bool) -> PreparedLaunch:
         """The gate_up GEMM: ``fused`` with delta and activation, else the raw pairs."""
+        if fused and self.direct:
+            return self._direct_gemm(stream)
         epilogue = kernels.EPILOGUE_ACTIVATION if fused else kernels.EPILOGUE_GATE_UP
         return self._gemm(stream, epilogue, "tokens", "act" if fused else "gate_up", "gate_up_h")
 
@@ -174,24 +176,49 @@ class Launches(LoraLaunches):
             grid=(1, 1, 1), block=(1, 1, 1), stream=stream, arguments={"cycles": int64(cycles)}, waits=True
         )
 
-    def _gemm(self, stream: Stream, epilogue: int, source: str, target: str, h: str) -> PreparedLaunch:
+    def _direct_gemm(self, stream: Stream) -> PreparedLaunch:
+        """The fused gate_up GEMM of few tokens, which reads the input alone until its first tile is half done."""
         geometry = self.geometry
-        fused = epilogue in (kernels.EPILOGUE_ACTIVATION, kernels.EPILOGUE_DOWN)
-        down = epilogue in (kernels.EPILOGUE_DOWN, kernels.EPILOGUE_DOWN_FP32)
-        adds_delta = self.lora and fused
+        config = gemm_config(self.tile, lora=self.lora, direct=True)
+        projections = GATE_UP if self.lora else 0
+        shared_bytes = config.shared_bytes(staging=True, lora_projections=projections, direct_for=geometry)
+        return self._multiply(
+            self.kernels.get(kernels.direct_gemm(config, lora=self.lora), dynamic=True),
+            stream,
+            kernels.EPILOGUE_ACTIVATION,
+            config,
+            shared_bytes,
+            arguments={
+                "layer": self.layer,
+                **self.direct_input,
+                "tiles": self.lora_buffer("tiles"),
+                "groups": self.lora_buffer("groups"),
+                "h": self.lora_buffer("gate_up_h"),
+                "ticket": self.buffer("tickets"),
+                "out": self.buffer("act"),
+                **self.direct_sizes,
+            },
+            holds=True,
+            early=frozenset({"input"}),
+            reads=frozenset({"input"} | ({"tiles", "groups", "gate_up_h"} if self.lora else set())),
+            writes=frozenset({"act", "tickets"}),
+        )
+
+    def _gemm(self, stream: Stream, epilogue: int, source: str, target: str, h: str) -> PreparedLaunch:
+        down, adds_delta = _is_down(epilogue), self._adds_delta(epilogue)
         config = gemm_config(self.tile, lora=adds_delta)
-        row_tiles = (geometry.output_stride if down else 2 * geometry.intermediate_stride) // config.block_m
         shared_bytes = config.shared_bytes(
             staging=epilogue == kernels.EPILOGUE_ACTIVATION,
             lora_projections=(DOWN if down else GATE_UP) if adds_delta else 0,
         )
-        items = geometry.token_tiles(self.num_tokens, self.tile) * row_tiles
-        early = {"input", "tiles", "num_tiles"} | ({"groups"} if adds_delta else set())
-        return self.kernels.get(kernels.grouped_gemm(config, epilogue, lora=adds_delta), dynamic=True).prepare(
-            grid=(min(items, self.sm_count), 1, 1),
-            block=(config.threads(lora=adds_delta), 1, 1),
-            dynamic_shared_bytes=shared_bytes,
-            stream=stream,
+        # With a delta it follows a shrink, which had the tokens itself; the tickets are older still. Only h is new.
+        early = {"input", "tiles", "num_tiles"} | ({"groups", "tickets", source} if adds_delta else set())
+        return self._multiply(
+            self.kernels.get(kernels.grouped_gemm(config, epilogue, lora=adds_delta), dynamic=True),
+            stream,
+            epilogue,
+            config,
+            shared_bytes,
             arguments={
                 "layer": self.layer,
                 "tokens": self.buffer(source),
@@ -201,6 +228,38 @@ class Launches(LoraLaunches):
                 "h": self.buffer(h) if adds_delta else pointer(0),
                 "ticket": pointer(self.arena.pointer("tickets") + 4 * down),
                 "out": self.buffer(target),
+            },
+            early=frozenset(early),
+            reads=frozenset(early | {source} | ({h} if adds_delta else set())),
+            writes=frozenset({target, "tickets"}),
+        )
+
+    def _multiply(
+        self,
+        kernel: Kernel,
+        stream: Stream,
+        epilogue: int,
+        config: GemmConfig,
+        shared_bytes: int,
+        *,
+        arguments: dict[str, Argument],
+        early: frozenset[str],
+        reads: frozenset[str],
+        writes: frozenset[str],
+        holds: bool = False,
+    ) -> PreparedLaunch:
+        """A GEMM's launch: ``arguments``, and behind them the sizes that all take."""
+        geometry = self.geometry
+        down, adds_delta = _is_down(epilogue), self._adds_delta(epilogue)
+        row_tiles = (geometry.output_stride if down else 2 * geometry.intermediate_stride) // config.block_m
+        items = geometry.token_tiles(self.num_tokens, self.tile) * row_tiles
+        return kernel.prepare(
+            grid=(min(items, self.sm_count), 1, 1),
+            block=(config.threads(lora=adds_delta), 1, 1),
+            dynamic_shared_bytes=shared_bytes,
+            stream=stream,
+            arguments=arguments
+            | {
                 "num_experts": int32(geometry.experts),
                 "k_blocks": int32(geometry.intermediate_blocks if down else geometry.hidden_blocks),
                 "row_tiles": int32(row_tiles),
@@ -210,8 +269,16 @@ class Launches(LoraLaunches):
             },
             waits=True,
             programmatic=True,
-            early=frozenset(early),
-            reads=frozenset(early | {source} | ({h} if adds_delta else set())),
-            writes=frozenset({target, "tickets"}),
+            holds=holds,
+            early=early,
+            reads=reads,
+            writes=writes,
             label="down_gemm" if down else "gate_up_gemm",
         )
+
+    def _adds_delta(self, epilogue: int) -> bool:
+        return self.lora and epilogue in (kernels.EPILOGUE_ACTIVATION, kernels.EPILOGUE_DOWN)
+
+
+def _is_down(epilogue: int) -> bool:
+    return epilogue in (kernels.EPILOGUE_DOWN, kernels.EPILOGUE_DOWN_FP32)

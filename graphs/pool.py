@@ -89,12 +89,25 @@ class GraphPool:
         self._runnables[variant] = self.build(variant, plan, captured=captured)
 
     def build(
-        self, variant: Variant, plan: Plan, *, captured: bool, delays: Mapping[str, int] | None = None
+        self,
+        variant: Variant,
+        plan: Plan,
+        *,
+        captured: bool,
+        delays: Mapping[str, int] | None = None,
+        sort_few: bool = False,
     ) -> Runnable:
         """A runnable of ``variant`` under ``plan``, apart from those of the pool; tests compare such."""
         arena = Arena(plan_buffers(self.geometry, variant.num_tokens, lora=variant.lora), self.memory)
         launches = Launches(
-            self.geometry, variant.num_tokens, variant.routing, variant.lora, arena, self._kernels, self._sm_count
+            self.geometry,
+            variant.num_tokens,
+            variant.routing,
+            variant.lora,
+            arena,
+            self._kernels,
+            self._sm_count,
+            sort_few,
         )
         program = build_program(launches, self._streams, self._events, plan, delays)
         graph = capture(self._streams, program.run, str(variant)) if captured else None

@@ -90,7 +90,9 @@ def build_program(
     build = _Builder(launches, streams, events, delays or {})
     _route(build)
     build.launch(build.make.sort(build.main))
-    build.launch(build.make.gather(build.main))
+    direct = launches.direct and (plan is Plan.FUSED or not launches.lora)
+    if not direct:
+        build.launch(build.make.gather(build.main))
     if not launches.lora or plan is Plan.FUSED:
         _fused(build)
     elif plan is Plan.SINGLE_STREAM:
@@ -109,10 +111,12 @@ def _route(build: _Builder) -> None:
 
 
 def _fused(build: _Builder) -> None:
-    """One chain of programmatic launches; without LoRA it is the base layer."""
+    """One chain of programmatic launches; without LoRA it is the base layer. For few tokens the
+    gate_up GEMM and its shrink are direct: they start with the sort.
+    """
     make, main = build.make, build.main
     if make.lora:
-        build.launch(make.lora_shrink(main, GATE_UP, programmatic=True))
+        build.launch(make.direct_shrink(main) if make.direct else make.lora_shrink(main, GATE_UP, programmatic=True))
     build.launch(make.gate_up_gemm(main, fused=True))
     if make.lora:
         build.launch(make.lora_shrink(main, DOWN, programmatic=True))

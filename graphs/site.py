@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from .arena import Arena
-from .arguments import Argument, pointer
+from .arguments import Argument, int32, pointer
 from .buffers import InputLayout, RoutingInput
 from .geometry import Geometry, token_tile
 from .kernels import Kernels
@@ -11,7 +11,10 @@ from .kernels import Kernels
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The sizes, buffers and loaded kernels of a shape; ``lora`` says whether any token may have an adapter."""
+    """The sizes, buffers and loaded kernels of a shape; ``lora`` says whether any token may have an adapter.
+
+    ``sort_few``: few tokens are sorted before the gate_up GEMM as many are, for tests and measurements.
+    """
 
     geometry: Geometry
     num_tokens: int
@@ -20,6 +23,7 @@ class Site:
     arena: Arena
     kernels: Kernels
     sm_count: int
+    sort_few: bool = False
 
     @property
     def rows(self) -> int:
@@ -35,6 +39,31 @@ class Site:
     def tile(self) -> int:
         """Tokens of a token tile."""
         return token_tile(self.geometry, self.num_tokens)
+
+    @property
+    def direct(self) -> bool:
+        """Whether a fused gate_up GEMM takes its tiles from the input, and so needs neither sort nor gather."""
+        if self.sort_few or self.routing is not RoutingInput.TOPK:
+            return False
+        return self.geometry.direct(self.num_tokens, lora=self.lora)
+
+    @property
+    def direct_input(self) -> dict[str, Argument]:
+        """What a direct kernel reads of the input block."""
+        return {name: self.input(name) for name in ("hidden_states", "topk_ids", "token_slots")}
+
+    @property
+    def direct_sizes(self) -> dict[str, Argument]:
+        """The sizes by which a direct kernel sorts for itself."""
+        geometry = self.geometry
+        return {
+            "top_k": int32(geometry.top_k),
+            "num_shared": int32(geometry.num_shared),
+            "local_offset": int32(geometry.local_expert_offset),
+            "num_local": int32(geometry.num_local_experts),
+            "num_slots": int32(geometry.max_loras if self.lora else 0),
+            "max_tokens": int32(self.num_tokens),
+        }
 
     @property
     def layer(self) -> Argument:

@@ -16,9 +16,9 @@ def check(folder: Path, opening: str, asserts: Iterable[str], defines: Mapping[s
     compile_kernel("twin.cu", defines, store=CubinStore(None), sources=folder)
 
 
-def constants_of(kernel: str, until: str) -> str:
-    """The top of ``cuda/<kernel>.cu``, up to the line that begins with ``until``: includes, constants, structs."""
-    text = (SOURCES / f"{kernel}.cu").read_text()
+def constants_of(source: str, until: str) -> str:
+    """The top of ``cuda/<source>``, up to the line that begins with ``until``: includes, constants, structs."""
+    text = (SOURCES / source).read_text()
     top, found, _ = text.partition(f"\n{until}")
-    assert found, f"{kernel}.cu has no line that begins with {until}"
+    assert found, f"{source} has no line that begins with {until}"
     return top

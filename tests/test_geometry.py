@@ -9,7 +9,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moelet.graphs.buffers import plan_buffers
-from moelet.graphs.geometry import EXCLUSIVE_BYTES, LORA_ENTRIES, TOKEN_TILES, Geometry, gemm_config, token_tile
+from moelet.graphs.geometry import (
+    DIRECT_ROWS,
+    DIRECT_TILES,
+    EXCLUSIVE_BYTES,
+    LORA_ENTRIES,
+    TOKEN_TILES,
+    GemmConfig,
+    Geometry,
+    gemm_config,
+    token_tile,
+)
 from moelet.graphs.kernels import (
     EPILOGUE_ACTIVATION,
     EPILOGUE_DOWN,
@@ -144,7 +154,33 @@ def test_the_gemm_asks_for_the_shared_memory_that_it_carves_up(
 ) -> None:
     config, projections = gemm_config(tile, lora=lora), GEMMS[epilogue, lora]
     asked = config.shared_bytes(staging=epilogue == EPILOGUE_ACTIVATION, lora_projections=projections)
-    taken = "STAGES * kStageBytes + kLoraStages * kLoraStageBytes + kStagingBytes + sizeof(Ring) + sizeof(LoraRing)"
+    assert_carved_up(tmp_path, config, epilogue, projections, asked)
+
+
+@pytest.mark.parametrize("experts", [1, 256])
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("tile", DIRECT_TILES)
+def test_the_direct_gemm_asks_for_the_shared_memory_that_it_carves_up(
+    tile: int, lora: bool, experts: int, tmp_path: Path
+) -> None:
+    geometry = geometry_of(replace(SPEC, num_experts=experts, num_local_experts=-1, top_k=1))
+    config, projections = gemm_config(tile, lora=lora, direct=True), GEMMS[EPILOGUE_ACTIVATION, lora]
+    asked = config.shared_bytes(staging=True, lora_projections=projections, direct_for=geometry)
+    plan = "kDirectRows * (sizeof(DirectTile) + 2 + kRowAlign) + 4 * (32 + 2 * EXPERTS)"
+    asserts = [f"{plan} == {geometry.direct_plan_bytes}", f"kDirectRows == {DIRECT_ROWS}"]
+    check(tmp_path, '#include "common/direct.cuh"', asserts, {"EXPERTS": experts})
+    more = f" + {geometry.hidden_blocks} * kTokenBytes + {geometry.direct_plan_bytes}"
+    assert_carved_up(tmp_path, config, EPILOGUE_ACTIVATION, projections, asked, more)
+
+
+def assert_carved_up(
+    folder: Path, config: GemmConfig, epilogue: int, projections: int, asked: int, more: str = ""
+) -> None:
+    """The kernel's shared memory is what is ``asked`` for, less what rounding its rings up and exclusion may add."""
+    lora = projections > 0
+    taken = (
+        "STAGES * kStageBytes + kLoraStages * kLoraStageBytes + kStagingBytes + sizeof(Ring) + sizeof(LoraRing)" + more
+    )
     asserts = [f"{taken} <= {asked}", f"kThreads == {config.threads(lora=lora)}", f"kEntries == {LORA_ENTRIES}"]
     asserts += ["sizeof(Ring) % alignof(LoraRing) == 0", "kLoraStageBytes % 128 == 0", "kHTokenBytes % 16 == 0"]
     if asked > EXCLUSIVE_BYTES:
@@ -152,7 +188,8 @@ def test_the_gemm_asks_for_the_shared_memory_that_it_carves_up(
     if lora:
         asserts.append(f"kProjections == {projections}")
     defines = {name: int(value) for name, value in grouped_gemm(config, epilogue, lora=lora).defines.items()}
-    check(tmp_path, constants_of("grouped_gemm", "template <int kStages>\nstruct Cursor"), asserts, defines)
+    defines["DIRECT"] = int(config.direct)
+    check(folder, constants_of("common/gemm.cuh", "template <int kStages>\nstruct Cursor"), asserts, defines)
     assert asked <= HOPPER_SHARED_BYTES < 2 * asked, "one block an SM, and no more"
 
 

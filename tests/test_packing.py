@@ -165,15 +165,15 @@ EPILOGUES = ("EPILOGUE_GATE_UP", "EPILOGUE_ACTIVATION", "EPILOGUE_DOWN", "EPILOG
 
 
 def test_the_numbers_of_the_epilogues_and_methods_are_the_kernels(tmp_path: Path) -> None:
-    gemm = constants_of("grouped_gemm", "static_assert")
+    gemm = constants_of("common/gemm.cuh", "static_assert")
     epilogues = {name: getattr(kernels, name) for name in EPILOGUES}
     check(tmp_path, gemm, [f"{name} == {value}" for name, value in epilogues.items()], {"MAX_N": 8})
     methods = [f"METHOD_{method.name} == {value}" for method, value in kernels.METHODS.items()]
-    check(tmp_path, constants_of("route", "struct Best"), methods)
+    check(tmp_path, constants_of("route.cu", "struct Best"), methods)
 
 
 def test_ranks_are_stored_in_the_blocks_that_the_shrink_reads(tmp_path: Path) -> None:
     a_block = f"kRankBlockBytes == {RANK_BLOCK * 32 * 2}"
-    check(tmp_path, constants_of("lora_shrink", "struct Operand"), [a_block], {"RANK_BLOCKS": kernels.RANK_BLOCKS})
+    check(tmp_path, constants_of("common/shrink.cuh", "// One group"), [a_block], {"RANK_BLOCKS": kernels.RANK_BLOCKS})
     fragments = [f"kRankBlock == {RANK_BLOCK}", f"kFragmentBytes == {16 * RANK_BLOCK * 2}"]
-    check(tmp_path, constants_of("lora_expand", "struct Fragments"), fragments)
+    check(tmp_path, constants_of("lora_expand.cu", "struct Fragments"), fragments)

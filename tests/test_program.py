@@ -21,7 +21,9 @@ from random_layers import GROUPED_SPEC, SHARED_SPEC, SPEC
 
 pytest.importorskip("cuda.bindings.driver")
 
-TOKENS = 8
+TOKENS = 24
+FEW = 8
+"""Tokens whose gate_up GEMM is direct where their top-k is sent."""
 SPECS = {
     "plain": SPEC,
     "gated shared": SHARED_SPEC,
@@ -87,7 +89,9 @@ LORA_STEPS = {
     Plan.TWO_STREAM_OVERLAP_DOWN: TWO_STREAM_OVERLAP_DOWN,
 }
 BASE_STEPS = ["main launches gate_up_gemm", "main launches down_gemm", "main launches finalize"]
-VARIANTS = [Variant(TOKENS, routing, lora) for routing, lora in product(RoutingInput, (False, True))]
+VARIANTS = [
+    Variant(tokens, routing, lora) for tokens, routing, lora in product((FEW, TOKENS), RoutingInput, (False, True))
+]
 
 
 def waited_for(trace: list[str]) -> list[str]:
@@ -101,12 +105,14 @@ def steps(plan: Plan, variant: Variant, spec: LayerSpec) -> list[str]:
     gate = variant.routing is RoutingInput.GATE or (spec.shared_gated and spec.holds_shared_experts)
     routing = ["main launches gate"] * gate + ["main launches route"] * (variant.routing is not RoutingInput.TOPK)
     rest = LORA_STEPS[plan].split("\n")[1:-1] if variant.lora else BASE_STEPS
-    return [*routing, "main launches sort", "main launches gather", *rest]
+    direct = variant.num_tokens == FEW and variant.routing is RoutingInput.TOPK
+    direct = direct and (plan is Plan.FUSED or not variant.lora)
+    return [*routing, "main launches sort", *([] if direct else ["main launches gather"]), *rest]
 
 
 @pytest.fixture(params=SPECS)
 def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeLayer:
-    return FakeLayer(monkeypatch, SPECS[request.param], (TOKENS,))
+    return FakeLayer(monkeypatch, SPECS[request.param], (FEW, TOKENS))
 
 
 def topology_of(layer: FakeLayer, plan: Plan, variant: Variant) -> Topology:
@@ -163,8 +169,8 @@ def test_the_overlap_joins_where_design_draws_it(layer: FakeLayer) -> None:
 
 @pytest.mark.parametrize("lora", [False, True], ids=["base", "lora"])
 def test_the_fused_plan_is_one_chain_of_programmatic_launches(layer: FakeLayer, lora: bool) -> None:
-    for routing in RoutingInput:
-        topology = topology_of(layer, Plan.FUSED, Variant(TOKENS, routing, lora))
+    for variant in VARIANTS:
+        topology = topology_of(layer, Plan.FUSED, replace(variant, lora=lora))
         labels = [node.label for node in topology.nodes]
         chain = list(pairwise(labels[labels.index("sort") :]))
         programmatic = [edge for edge in topology.edges if edge.kind is EdgeKind.PROGRAMMATIC]
@@ -172,16 +178,42 @@ def test_the_fused_plan_is_one_chain_of_programmatic_launches(layer: FakeLayer, 
         assert len(topology.edges) == len(labels) - 1
 
 
-@pytest.mark.parametrize(
-    ("lora", "early"), [(False, {"tiles", "num_tiles"}), (True, {"groups", "num_groups"})], ids=["base", "lora"]
-)
-def test_only_the_gather_must_hold(layer: FakeLayer, lora: bool, early: set[str]) -> None:
-    """The kernel behind it reads what the sort made before it waits, and may start once the gather has let it."""
+HOLDING = {
+    False: {"gather": {"tiles", "num_tiles"}},
+    True: {
+        "gather": {"groups", "num_groups"},
+        "lora_shrink of gate_up": {"tokens"},
+        "lora_shrink of down": {"act", "tickets"},
+    },
+}
+"""What a launch behind each of these reads before it waits, with LoRA and without."""
+
+
+@pytest.mark.parametrize("lora", HOLDING, ids=["base", "lora"])
+def test_only_these_must_hold(layer: FakeLayer, lora: bool) -> None:
+    """The kernel behind one reads before it waits what had been made before that one let it start."""
     topology = topology_of(layer, Plan.FUSED, Variant(TOKENS, RoutingInput.TOPK, lora))
     for index, node in enumerate(topology.nodes):
         nodes = [*topology.nodes[:index], replace(node, holds=False), *topology.nodes[index + 1 :]]
         found = {hazard.buffer for hazard in find_hazards(replace(topology, nodes=nodes))}
-        assert found == (early if node.label == "gather" else set()), node.label
+        assert found == HOLDING[lora].get(node.label, set()), node.label
+
+
+@pytest.mark.parametrize(
+    ("lora", "early"), [(False, {"tiles", "num_tiles"}), (True, {"groups", "num_groups"})], ids=["base", "lora"]
+)
+def test_a_direct_gemm_must_hold(layer: FakeLayer, lora: bool, early: set[str]) -> None:
+    """It starts beside the sort, and what comes behind it reads what the sort made before it waits."""
+    topology = topology_of(layer, Plan.FUSED, Variant(FEW, RoutingInput.TOPK, lora))
+    index = next(i for i, node in enumerate(topology.nodes) if node.label == "gate_up_gemm")
+    hasty = [replace(node, holds=node.holds and i != index) for i, node in enumerate(topology.nodes)]
+    assert {hazard.buffer for hazard in find_hazards(replace(topology, nodes=hasty))} >= early
+
+
+def test_few_tokens_can_be_sorted_as_many_are(layer: FakeLayer) -> None:
+    variant = Variant(FEW, RoutingInput.TOPK, True)
+    program = layer.pool.build(variant, Plan.FUSED, captured=False, sort_few=True).program
+    assert waited_for(layer.trace(program)) == steps(Plan.FUSED, replace(variant, num_tokens=TOKENS), layer.spec)
 
 
 def skip_waits(monkeypatch: pytest.MonkeyPatch, skipped: str) -> None:

@@ -1,4 +1,4 @@
-// mbarriers, 1-D bulk copies, L2 policies, named barriers and grid dependencies, as PTX.
+// mbarriers, bulk and 16-byte asynchronous copies, L2 policies, named barriers and grid dependencies, as PTX.
 #pragma once
 
 #include "common/types.cuh"
@@ -53,6 +53,19 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
             "r"(shared_address(shared)),
         "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
         : "memory");
+}
+
+// Starts copying 16 bytes to shared memory, or zeros unless `real`.
+__device__ __forceinline__ void async_copy16(void* shared, const void* global, bool real) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+                 "r"(real ? 16 : 0)
+                 : "memory");
+}
+
+// Waits for this thread's 16-byte copies and lets the tensor cores see them, once a barrier has followed.
+__device__ __forceinline__ void async_copies_wait() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // Barrier `id` (1..15) among `threads` threads of the block.

@@ -1,0 +1,68 @@
+"""The direct kernels of few tokens on a real GPU: the bits of the sorted ones, whatever experts the tokens chose."""
+
+# ruff: noqa: F401, F811 (fixtures are imported, and asked for by name)
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode_cases import SPECS, some_adapters
+from gpu_engines import Gpu, GpuLayer, gpu, same_bits
+from moelet.graphs.program import Plan
+from moelet.layer.spec import LayerSpec
+from random_layers import random_batch
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = (1, 2, 3, 8, 12, 16)
+SLICE = replace(SPECS["real"], num_local_experts=8, local_expert_offset=16)
+SHARED_SLICE = replace(SPECS["small"], num_local_experts=5, local_expert_offset=0)
+WIDE = LayerSpec(index=0, hidden_size=2880, intermediate_size=1408, num_experts=300, top_k=10)
+LAYERS = {**SPECS, "slice": SLICE, "shared slice": SHARED_SLICE, "wide": WIDE}
+
+
+def one_expert(ids: Tensor, _spec: LayerSpec) -> None:
+    """Every token chose the last expert alone."""
+    ids.fill_(-1)[:, 0] = _spec.num_experts - 1
+
+
+def twice(ids: Tensor, _spec: LayerSpec) -> None:
+    """Every token chose one expert as often as it may choose: more rows of it than a tile holds."""
+    ids[:] = ids[:, :1].clamp(min=0)
+
+
+def nobody(ids: Tensor, _spec: LayerSpec) -> None:
+    """No token chose any."""
+    ids.fill_(-1)
+
+
+def as_drawn(_ids: Tensor, _spec: LayerSpec) -> None:
+    """Distinct experts, a tenth of the choices dropped."""
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["base", "lora"])
+@pytest.mark.parametrize("choose", [as_drawn, one_expert, twice, nobody])
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_same_bits_as_sorted(gpu: Gpu, name: str, choose: Callable[[Tensor, LayerSpec], None], lora: bool) -> None:
+    spec = LAYERS[name]
+    layer: GpuLayer = gpu.layer(spec)
+    if lora:
+        layer.install(some_adapters(spec))
+    for shape in SHAPES:
+        for tokens in {shape, max(shape - 1, 1)}:
+            batch = random_batch(spec, tokens, seed=shape, slots=[0, -1, 2, 1, 3] if lora else None, drop=0.1)
+            assert batch.topk_ids is not None
+            choose(batch.topk_ids, spec)
+            direct = layer.runnable(shape, Plan.FUSED, lora=lora, captured=True)
+            by_sort = layer.runnable(shape, Plan.FUSED, lora=lora, captured=True, sort_few=True)
+            labels = [launch.label for launch in direct.program.launches]
+            assert ("gather" in labels) == (not layer.geometry.direct(shape, lora=lora))
+            layer.poison()
+            wanted = layer.forward(by_sort, batch)
+            layer.poison()
+            assert same_bits(layer.forward(direct, batch), wanted), (shape, tokens)
+            if choose is as_drawn:
+                assert wanted.abs().max() > 0 or name == "slice"
