@@ -1,9 +1,14 @@
 """Every family's MoE blocks with their experts in the service, against what transformers computes at home."""
 
 import copy
+import functools
+import gc
+import re
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +20,7 @@ from checkpoints import FAMILY_CONFIGS, HIDDEN, build_model, copy_checkpoint, mo
 from moelet.layer.checkpoint import open_checkpoint
 from moelet.layer.engine import LayerBatch
 from moelet.layer.errors import UnsupportedCheckpointError
-from moelet.service.client import Client, RemoteExperts, RemoteExpertsError
+from moelet.service.client import Client, RemoteExperts, RemoteExpertsError, remote_modules
 from moelet.service.settings import Settings
 from moelet.service.startup import open_service
 from oracle import assert_close_to_truth, torch_bf16_layer
@@ -143,6 +148,44 @@ def test_a_local_adapter_stays_where_the_service_does_not_reach(qwen: tuple[str,
     inside = LoraConfig(target_modules=[], target_parameters=["mlp.experts.down_proj"])
     with pytest.raises(RemoteExpertsError, match=r"layer 0 carry a local adapter \(.*lora_A.*load it into the service"):
         RemoteExperts.attach(get_peft_model(build_model("qwen3_moe"), inside), qwen[0], layers=[0])
+
+
+def test_released_experts_are_gone_and_loaded_models_never_had_them(qwen: tuple[str, Path], tmp_path: Path) -> None:
+    url, checkpoint = qwen
+    model = build_model("qwen3_moe")
+    local = weakref.ref(moe_block(model, 0).experts.gate_up_proj)
+    with RemoteExperts.attach(model, url, layers=[0]) as remote:
+        assert local() is not None
+        remote.release()
+        gc.collect()
+        assert local() is None
+        with pytest.raises(RemoteExpertsError, match="released or never loaded"):
+            remote.detach()
+
+    def drop(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if re.search(r"layers\.[02]\.mlp\.experts", key)]:
+            del tensors[key]
+
+    rest = copy_checkpoint(checkpoint, tmp_path / "rest", tensors=drop)
+    load = functools.partial(RemoteExperts.load, url=url, layers=[0, 2])
+    with load(rest) as partial, load(checkpoint) as whole, torch.no_grad():
+        assert torch.equal(partial.model(TEXT).logits, whole.model(TEXT).logits)
+
+
+def test_a_long_prompt_goes_in_several_calls(qwen: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(client: Client, layer: int, hidden: torch.Tensor, **routing: Any) -> Any:
+        calls.append((layer, len(hidden)))
+        return answer(client, layer, hidden, **routing)
+
+    answer = Client.answer
+    monkeypatch.setattr(Client, "answer", counted)
+    with RemoteExperts.attach(build_model("qwen3_moe").float(), qwen[0], layers=[0]) as remote, torch.no_grad():
+        whole = remote.model(TEXT).logits
+        monkeypatch.setattr(remote_modules, "MOST_BYTES", 6 * 2 * HIDDEN)
+        assert torch.equal(remote.model(TEXT).logits, whole)
+    assert calls == [(0, 14), (0, 6), (0, 6), (0, 2)]
 
 
 def test_gradients_end_with_an_error_and_not_in_silence(qwen: tuple[str, Path]) -> None:

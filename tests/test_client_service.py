@@ -1,6 +1,7 @@
 """The client against a real service: the numbers that JSON gives, adapters, errors, threads, time that runs out."""
 
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -134,6 +135,15 @@ def test_keys(open_engine: OpenEngine, tmp_path: Path) -> None:
                     client.load_adapter("one", path)
                 assert caught.value.status == status
         with Client(url, "admin") as client:
+            assert client.load_adapter("one", path)["version"] == 1
+
+
+def test_a_connection_that_the_service_ended_is_no_error(open_engine: OpenEngine, tmp_path: Path) -> None:
+    with running(open_engine, tmp_path, keep_alive_s=1) as service:
+        path = service.write("one", 11)
+        with Client(str(service.client.base_url)) as client:
+            client.forward(1, hidden_states(2))
+            time.sleep(1.5)
             assert client.load_adapter("one", path)["version"] == 1
 
 

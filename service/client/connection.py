@@ -13,6 +13,10 @@ from .errors import ServiceError, ServiceTimeoutError, ServiceUnreachableError
 GRACE_S = 0.5
 """How much longer than the service the client waits, so that the service is the one to say that time is up."""
 
+KEPT_S = 3.0
+"""How long an idle connection is kept: less than the service keeps it, so that no request meets its end."""
+
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEPT_S)
 _BROKEN = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 
 
@@ -29,7 +33,7 @@ class Connection:
         if scheme not in ("http", "https", "unix") or not rest.strip("/"):
             raise ConfigurationError(f"a service's URL should be http://…, https://… or unix:/path, got {url!r}")
         if scheme == "unix":
-            transport = transport or httpx.HTTPTransport(uds="/" + rest.lstrip("/"))
+            transport = transport or httpx.HTTPTransport(uds="/" + rest.lstrip("/"), limits=_LIMITS)
         # Compressing tensors costs far more time than sending them.
         headers = {"Accept-Encoding": "identity"}
         if api_key is not None:
@@ -37,7 +41,8 @@ class Connection:
         base = "http://localhost" if scheme == "unix" else url
         self.url = url
         self.timeout_s = timeout_s
-        self._http = httpx.Client(base_url=base, headers=headers, timeout=timeout_s + GRACE_S, transport=transport)
+        waits_s = timeout_s + GRACE_S
+        self._http = httpx.Client(base_url=base, headers=headers, timeout=waits_s, limits=_LIMITS, transport=transport)
 
     def send(
         self,
