@@ -24,9 +24,9 @@ class Work:
     """What one launch, copy or fill does to named buffers.
 
     ``waits``: whether a kernel executes ``griddepcontrol.wait`` in every block that touches a buffer which other nodes
-    touch too, those of ``early`` apart, before it does, and in one block at least. It matters only behind a programmatic
-    edge. ``early``: the buffers it touches before it waits. ``holds``: whether a kernel that waits does so before it lets
-    dependents start (``griddepcontrol.launch_dependents``).
+    touch too, those of ``early`` apart, before it does, and in one block at least. It matters only behind a
+    programmatic edge. ``early``: the buffers it touches before it waits. ``holds``: whether a kernel that waits does so
+    before it lets dependents start (``griddepcontrol.launch_dependents``).
     """
 
     label: str
