@@ -139,6 +139,11 @@ class GraphEngine:
         """How many forwards may be begun before the first of them is waited for."""
         return 1
 
+    @property
+    def batch_tokens(self) -> int:
+        """The decode limit: more tokens run eagerly."""
+        return self._shapes[-1]
+
     def begin(self, batch: LayerBatch) -> Forward:
         """Start a forward; see ``Engine.begin``."""
         return Finished(self.forward(batch))

@@ -130,6 +130,10 @@ class Engine(Protocol):
     def depth(self) -> int:
         """How many forwards may be begun before the first of them is waited for."""
 
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of the largest batch that is worth forming out of smaller ones; any number can be computed."""
+
     def begin(self, batch: LayerBatch) -> Forward:
         """Start a forward; forwards compute, and are waited for, in the order begun.
 

@@ -31,6 +31,7 @@ class ReferenceEngine:
 
     device = "cpu"
     depth = 1
+    batch_tokens = 256
 
     def __init__(
         self,

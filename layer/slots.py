@@ -64,6 +64,11 @@ class AdapterVersion:
         """Whether a request or a batch holds it."""
         return self.in_flight > 0 or self.holds > 0
 
+    @property
+    def keeps_slot(self) -> bool:
+        """Whether the slot that it sits in cannot be taken for another now."""
+        return self.holds > 0 or (self.pinned and not self.retired)
+
 
 class AdapterTable:
     """Adapters by name on the host, and the versions in the engine's ``max_loras`` slots.
@@ -129,12 +134,11 @@ class AdapterTable:
             raise AdapterBusyError(f"the adapter {name!r} is being unloaded and cannot be replaced", old.in_flight)
         if pinned:
             self._check_pins(name)
-        if old is not None:
-            number = old.version + 1
-            self._retire(old)
-        else:
+        if old is None:
             self._make_room(name)
-            number = self._departed.come_back(name)
+        else:
+            self._retire(old)
+        number = self._departed.come_back(name) if old is None else old.version + 1
         version = AdapterVersion(name, number, adapter, pinned)
         self._touch(version)
         self._current[name] = version
@@ -172,8 +176,8 @@ class AdapterTable:
         """Unload ``name``, pinned or not. Raises ``AdapterBusyError`` while requests hold it."""
         version = self.current(name)
         if version.in_flight:
-            held = f"{version.in_flight} request(s) in flight hold it"
-            raise AdapterBusyError(f"the adapter {name!r} cannot be unloaded: {held}", version.in_flight)
+            held = f"the adapter {name!r} cannot be unloaded: {version.in_flight} request(s) in flight hold it"
+            raise AdapterBusyError(held, version.in_flight)
         self._depart(version, evicted=False)
         return version
 
@@ -234,9 +238,9 @@ class AdapterTable:
         version.last_used = next(self._clock)
 
     def _check_pins(self, name: str) -> None:
-        pins = sum(v.pinned for v in self._current.values() if v.name != name)
-        if pins >= self.max_loras - 1:
-            limit = f"with max_loras {self.max_loras} at most {self.max_loras - 1} may be, and {pins} are"
+        pins, most = sum(v.pinned for v in self._current.values() if v.name != name), self.max_loras - 1
+        if pins >= most:
+            limit = f"with max_loras {self.max_loras} at most {most} may be, and {pins} are"
             raise AdapterCapacityError(f"the adapter {name!r} cannot be pinned: {limit}")
 
     def _make_room(self, name: str) -> None:
@@ -275,7 +279,7 @@ class AdapterTable:
 
     def _takeable_slots(self, batch: Collection[AdapterVersion]) -> list[int]:
         """Slots that may be taken for ``batch``, best first."""
-        idle = [v for v in self._slots if v and not v.holds and v not in batch and (v.retired or not v.pinned)]
+        idle = [v for v in self._slots if v and not v.keeps_slot and v not in batch]
         idle.sort(key=lambda v: (v.in_flight > 0, v.last_used))
         return [v.slot for v in idle if v.slot is not None]
 
@@ -290,11 +294,7 @@ class AdapterTable:
         self.installs += 1
 
     def _not_loaded(self, name: str) -> AdapterNotLoadedError:
-        if name in self._current:
-            why = "is being unloaded"
-        elif self._departed.was_evicted(name):
-            why = "is not loaded: it was evicted to make room for others"
-        else:
-            why = "is not loaded"
+        evicted = ": it was evicted to make room for others" if self._departed.was_evicted(name) else ""
+        why = "is being unloaded" if name in self._current else f"is not loaded{evicted}"
         loaded = ", ".join(v.name for v in self if not v.draining) or "none"
         return AdapterNotLoadedError(f"the adapter {name!r} {why}; loaded: {loaded}")

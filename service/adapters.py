@@ -11,7 +11,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from ..layer.adapter import Adapter
-from ..layer.engine import Engine
 from ..layer.errors import (
     AdapterAlreadyLoadedError,
     AdapterBusyError,
@@ -145,7 +144,7 @@ class AdapterRegistry:
     def settle(self) -> None:
         """Have the engine clear the slots of versions that are gone, and wake whoever waits for a release."""
         for slot in self.table.take_freed():
-            self._engine.submit(partial(_clear, slot)).add_done_callback(_log_failure)
+            self._engine.clear(slot).add_done_callback(_log_failure)
         self._released.set()
 
     def in_flight(self, name: str) -> int:
@@ -202,10 +201,6 @@ class AdapterRegistry:
 
 def _busy(name: str, timeout_s: float, why: str, in_flight: int) -> AdapterBusyError:
     return AdapterBusyError(f"the adapter {name!r} was not unloaded: after {timeout_s:g} s {why}", in_flight)
-
-
-def _clear(slot: int, engine: Engine) -> None:
-    engine.remove_adapter(slot)
 
 
 def _log_failure(future: "Future[None]") -> None:

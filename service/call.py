@@ -16,7 +16,8 @@ class Call:
 
     ``batch``        what to compute, its ``token_slots`` open
     ``names``        the adapters asked for, each once
-    ``token_names``  int64 ``[T]``, which of ``names`` each token uses, -1 for none; None: no adapter at all
+    ``token_names``  int64 ``[T]``, which of ``names`` each token uses, -1 for none; None: all tokens use the only
+                     one, or there is none
     """
 
     batch: LayerBatch
@@ -43,7 +44,7 @@ def name_tokens(
     if adapter is not None and adapters is not None:
         raise RequestError("send adapter for all tokens or adapters for each, not both", "adapters")
     if adapter is not None:
-        return (adapter,), torch.zeros(num_tokens, dtype=torch.int64)
+        return (adapter,), None
     if adapters is None:
         return (), None
     if len(adapters) != num_tokens:

@@ -1,23 +1,60 @@
-"""The one thread that owns the engine: every call to an ``Engine`` runs here, in the order submitted."""
+"""The threads that speak to the engine: all calls to it run on one, and another waits for forwards that were begun."""
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
-from ..layer.engine import Engine
+from torch import Tensor
+
+from ..layer.adapter import Adapter
+from ..layer.engine import Engine, Forward, LayerBatch
 from ..layer.errors import EngineFailedError
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
+@dataclass(slots=True)
+class FlightTimes:
+    """When a forward's adapters were looked after, were in place, when it was begun, and when it ended; seconds of
+    ``time.perf_counter``, 0 for what did not happen."""
+
+    started: float = 0.0
+    installed: float = 0.0
+    begun: float = 0.0
+    ended: float = 0.0
+
+
+class Flight(Protocol):
+    """A forward that an ``EngineThread`` is given. Its methods are called off the event loop."""
+
+    times: FlightTimes
+
+    def adapters(self) -> Sequence[tuple[int, Adapter]]:
+        """What must be in which slot."""
+
+    def assemble(self) -> LayerBatch:
+        """What to compute."""
+
+    def finish(self, output: Tensor) -> None:
+        """Take the output."""
+
+    def fail(self, error: Exception) -> None:
+        """Take the error."""
+
+
 class EngineThread:
-    """Opens an engine on a thread of its own and runs work on it there, one piece at a time.
+    """Opens an engine on a thread of its own and runs work on it there, in the order submitted.
+
+    Forwards are begun on that thread and, where the engine takes several at once, waited for on another, so
+    that the next is begun while one is waited for.
 
     ``failure`` is the error after which the device can do nothing any more, or None; from then on
-    all work ends in ``EngineFailedError``. ``on_failure`` is called once, on that thread.
+    all work ends in ``EngineFailedError``. ``on_failure`` is called once, on either thread.
     """
 
     def __init__(self, open_engine: Callable[[], Engine]) -> None:
@@ -33,6 +70,10 @@ class EngineThread:
         self.device = self._engine.device
         self.max_loras = self._engine.max_loras
         self.max_lora_rank = self._engine.max_lora_rank
+        self.depth = self._engine.depth
+        self.batch_tokens = self._engine.batch_tokens
+        self._installed: list[Adapter | None] = [None] * self.max_loras
+        self._waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moelet-output") if self.depth > 1 else None
 
     def submit(self, work: Callable[[Engine], Result]) -> "Future[Result]":
         """Queue ``work`` behind all that was submitted before it."""
@@ -42,12 +83,65 @@ class EngineThread:
         """``submit`` and wait, from the event loop. Work that has begun is not cancelled with its caller."""
         return await asyncio.wrap_future(self.submit(work))
 
+    def begin(self, flight: Flight) -> None:
+        """Queue ``flight``; it is finished, or failed, in the end. At most ``depth`` may be neither."""
+        self._executor.submit(self._begin, flight)
+
+    def clear(self, slot: int) -> "Future[None]":
+        """Queue that ``slot`` be emptied."""
+        return self.submit(lambda engine: self._clear(engine, slot))
+
     def close(self) -> None:
-        """Let what was submitted finish, close the engine and end the thread."""
+        """Let what was submitted finish, close the engine and end the threads."""
         try:
+            if self._waiter is not None:
+                self._executor.submit(lambda: None).result()
+                self._waiter.shutdown()
             self._executor.submit(self._engine.close).result()
         finally:
             self._executor.shutdown()
+
+    def _begin(self, flight: Flight) -> None:
+        def begun(engine: Engine) -> Forward:
+            times = flight.times
+            times.started = time.perf_counter()
+            for slot, adapter in flight.adapters():
+                self._install(engine, slot, adapter)
+            times.installed = time.perf_counter()
+            forward = engine.begin(flight.assemble())
+            times.begun = time.perf_counter()
+            return forward
+
+        try:
+            forward = self._run(begun)
+        except Exception as error:  # noqa: BLE001 - it is the flight's
+            flight.fail(error)
+            return
+        if self._waiter is None:
+            self._wait(flight, forward)
+        else:
+            self._waiter.submit(self._wait, flight, forward)
+
+    def _wait(self, flight: Flight, forward: Forward) -> None:
+        try:
+            output = self._run(lambda _engine: forward.result())
+            flight.times.ended = time.perf_counter()
+        except Exception as error:  # noqa: BLE001 - it is the flight's
+            flight.fail(error)
+        else:
+            flight.finish(output)
+
+    def _install(self, engine: Engine, slot: int, adapter: Adapter) -> None:
+        """Have ``adapter`` in ``slot``: put there unless it is, also where an earlier forward should have done so
+        and failed."""
+        if self._installed[slot] is not adapter:
+            self._installed[slot] = None
+            engine.install_adapter(slot, adapter)
+            self._installed[slot] = adapter
+
+    def _clear(self, engine: Engine, slot: int) -> None:
+        self._installed[slot] = None
+        engine.remove_adapter(slot)
 
     def _run(self, work: Callable[[Engine], Result]) -> Result:
         if self.failure is not None:

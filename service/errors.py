@@ -24,6 +24,7 @@ from ..layer.errors import (
     MoeletError,
     RequestError,
 )
+from .deadline import DeadlineExceededError
 from .sent_text import told
 
 LONGEST_PARAM = 200
@@ -53,6 +54,7 @@ STATUSES: tuple[tuple[type[MoeletError], int], ...] = (
     (BodyTooLargeError, 413),
     (UnavailableError, 503),
     (EngineFailedError, 503),
+    (DeadlineExceededError, 504),
 )
 """The first class that an error is an instance of gives its status; any other error is 500."""
 

@@ -11,10 +11,14 @@ from prometheus_client.registry import Collector
 from starlette.requests import ClientDisconnect
 
 from .adapters import AdapterRegistry
+from .batch import Batch
 from .errors import status_of
 
 SECONDS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Histogram bounds, from 50 µs."""
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+"""Histogram bounds of a batch's tokens."""
 
 NO_LAYER = "none"
 """The ``layer`` label of a request that named no layer that is served."""
@@ -43,6 +47,14 @@ class Metrics:
         self.queue_tokens = Gauge("moelet_queue_tokens", "Tokens of those forwards", registry=self.registry)
         self.request_seconds = self._histogram("moelet_request_seconds", "From a forward's headers to its answer")
         self.forward_seconds = self._histogram("moelet_forward_seconds", "In the engine, one call")
+        self.queue_seconds = self._histogram("moelet_queue_seconds", "From a forward's admission to its batch")
+        self.copy_in_seconds = self._histogram(
+            "moelet_copy_in_seconds", "Until a batch is begun, its adapters in place"
+        )
+        self.compute_seconds = self._histogram("moelet_compute_seconds", "From then to a batch's output")
+        self.batch_tokens = Histogram(
+            "moelet_batch_tokens", "Tokens of a batch", buckets=TOKENS, registry=self.registry
+        )
         self.adapter_load_seconds = self._histogram("moelet_adapter_load_seconds", "Reading and checking one adapter")
 
     def watch_queue(self, requests: Callable[[], int], tokens: Callable[[], int]) -> None:
@@ -53,6 +65,20 @@ class Metrics:
     def watch_adapters(self, adapters: AdapterRegistry) -> None:
         """Tell of ``adapters`` at each scrape."""
         self.registry.register(AdapterCollector(adapters))
+
+    def batch_begun(self, batch: Batch) -> None:
+        """Count a batch that was formed."""
+        self.batch_tokens.observe(batch.num_tokens)
+        for part in batch.parts:
+            self.queue_seconds.observe(batch.taken_at - part.work.queued_at)
+
+    def batch_ended(self, batch: Batch) -> None:
+        """Count the time of a batch that was computed."""
+        times = batch.times
+        if times.ended:
+            self.copy_in_seconds.observe(times.begun - times.installed)
+            self.compute_seconds.observe(times.ended - times.begun)
+            self.forward_seconds.observe(times.ended - times.started)
 
     @contextmanager
     def forward(self) -> Iterator[ForwardWatch]:

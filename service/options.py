@@ -40,6 +40,17 @@ Plan = Annotated[
     str | None,
     typer.Option(help="GPU: auto, fused, single_stream, two_stream or two_stream_overlap_down (auto)."),
 ]
+MaxBatchTokens = Annotated[
+    str | None, typer.Option(metavar="INTEGER", help="Tokens computed together (GPU: the decode limit; CPU: 256).")
+]
+MaxQueue = Annotated[str | None, typer.Option(metavar="INTEGER", help="Requests that may wait (1024).")]
+MaxQueueMb = Annotated[str | None, typer.Option(metavar="NUMBER", help="Their tensors at most, in 2^20 bytes (512).")]
+MaxQueueDelayUs = Annotated[
+    str | None, typer.Option(metavar="INTEGER", help="Wait so long to fill a batch while the engine is busy (0).")
+]
+RequestTimeoutS = Annotated[
+    str | None, typer.Option(metavar="NUMBER", help="How long a request may take, in seconds (60).")
+]
 ApiKey = Annotated[
     list[str] | None,
     typer.Option(metavar="KEY", help="Key that requests need; repeatable. Best kept in MOELET_API_KEY."),

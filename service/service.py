@@ -7,18 +7,23 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from starlette.types import Receive
 
 from ..layer.errors import EngineFailedError, LayerNotServedError
 from ..layer.slots import AdapterTable
 from ..layer.spec import LayerSpec, ModelSpec, ranges
 from .adapter_roots import AdapterRoots
 from .adapters import AdapterReader, AdapterRegistry
+from .batcher import Batcher
 from .call import Answer, Call
-from .dispatch import Dispatcher, Work
+from .deadline import Deadline, Timeouts
+from .departure import Departures
 from .engine_thread import EngineThread
 from .lifecycle import Lifecycle
+from .limits import Limits
 from .metrics import Metrics
 from .sent_text import utf8
+from .work import Work
 
 
 class MoeService:
@@ -28,8 +33,15 @@ class MoeService:
     """
 
     def __init__(
-        self, engine: EngineThread, roots: AdapterRoots, read_adapter: AdapterReader, *, max_cpu_loras: int
+        self,
+        engine: EngineThread,
+        roots: AdapterRoots,
+        read_adapter: AdapterReader,
+        *,
+        max_cpu_loras: int,
+        limits: Limits | None = None,
     ) -> None:
+        limits = limits or Limits()
         self.engine = engine
         self.model: ModelSpec = engine.model
         self.created = int(time.time())
@@ -40,7 +52,9 @@ class MoeService:
         self.plans: Mapping[int, Sequence[Mapping[str, Any]]] = engine.submit(
             lambda opened: {index: list(opened.plans(index)) for index in opened.model.layers}
         ).result()
-        self._dispatcher = Dispatcher(engine, self.adapters, self.metrics)
+        self.timeouts = Timeouts(limits.request_timeout_s)
+        self._batcher = Batcher(engine, self.adapters, self.metrics, limits)
+        self._departures = Departures()
 
     async def start(self) -> None:
         """Begin to answer forwards, on the running event loop."""
@@ -50,13 +64,12 @@ class MoeService:
             loop.call_soon_threadsafe(self._fail, error)
 
         self.engine.on_failure = on_failure
-        self._dispatcher.start()
+        self._batcher.start()
         self.lifecycle.started = True
 
     async def stop(self) -> None:
         """End every thread; call once nothing is in flight."""
         self.lifecycle.begin_drain()
-        await self._dispatcher.stop()
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
@@ -71,20 +84,43 @@ class MoeService:
             raise LayerNotServedError(f"{number!r} is no layer number; the layers served are {served}", "layer")
         return self.model.layer(int(number))
 
-    async def forward(self, call: Call) -> Answer:
-        """Run ``call`` with the adapter versions that are current now.
+    def check_admission(self) -> None:
+        """Raise ``UnavailableError`` or ``EngineFailedError`` unless a forward would be taken now.
 
-        Raises ``UnavailableError`` or ``EngineFailedError`` when no work is taken, ``AdapterNotLoadedError``,
-        and what the engine raises.
+        For routes, before they read a body.
         """
+        self.lifecycle.check_admission()
+        self._batcher.check_room()
+
+    async def forward(self, call: Call, deadline: Deadline | None = None) -> Answer:
+        """Run ``call`` with the adapter versions that are current now, by ``deadline`` (None: as late as any may).
+
+        A cancelled call is not computed unless it is being computed already. Raises ``UnavailableError`` or
+        ``EngineFailedError`` when no work is taken, ``DeadlineExceededError``, ``AdapterNotLoadedError``, and what
+        the engine raises.
+        """
+        if deadline is None:
+            deadline = self.timeouts.longest()
         with self.lifecycle.admit():
+            deadline.check()
             versions = self.adapters.acquire(call.names)
-            answered = {version.name: version.version for version in versions}
-            if call.batch.num_tokens == 0:
-                self.adapters.release(versions)
-                return Answer(call.batch.layer, torch.empty_like(call.batch.hidden_states), answered)
-            output = await self._dispatcher.forward(Work(call.batch, versions, call.token_names))
-            return Answer(call.batch.layer, output, answered)
+            try:
+                answered = {version.name: version.version for version in versions}
+                if call.batch.num_tokens == 0:
+                    return Answer(call.batch.layer, torch.empty_like(call.batch.hidden_states), answered)
+                output = await self._batcher.forward(Work(call.batch, versions, call.token_names, deadline))
+                return Answer(call.batch.layer, output, answered)
+            finally:
+                if versions:
+                    self.adapters.release(versions)
+
+    async def forward_for_client(self, call: Call, deadline: Deadline, receive: Receive) -> Answer:
+        """``forward`` for the client of an HTTP request whose body has been read to its end.
+
+        What every route that computes awaits: ``receive`` is that of the request, and when the client goes away the
+        work is dropped. Raises ``ClientDisconnect`` then, else as ``forward`` does.
+        """
+        return await self._departures.unless_gone(self.forward(call, deadline), receive)
 
     def describe(self) -> dict[str, Any]:
         """What is served, layer by layer."""
@@ -104,3 +140,4 @@ class MoeService:
 
     def _fail(self, error: EngineFailedError) -> None:
         self.lifecycle.failure = error
+        self._batcher.fail(error)

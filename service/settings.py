@@ -102,6 +102,11 @@ class Settings(BaseSettings):
     max_decode_tokens: int = Field(256, ge=1)
     decode_shapes: Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(comma_separated)] = None
     plan: Plan = "auto"
+    max_batch_tokens: int | None = Field(None, ge=1)
+    max_queue: int = Field(1024, ge=1)
+    max_queue_mb: float = Field(512.0, gt=0, allow_inf_nan=False)
+    max_queue_delay_us: int = Field(0, ge=0, le=1_000_000)
+    request_timeout_s: float = Field(60.0, gt=0, le=86400)
     api_key: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(keys)] = ()
     admin_api_key: Annotated[SecretStr | None, BeforeValidator(key)] = None
     max_body_mb: float = Field(64.0, gt=0, allow_inf_nan=False)

@@ -16,6 +16,7 @@ from ..layer.spec import ranges
 from .adapter_roots import AdapterRoots
 from .engine_thread import EngineThread
 from .engines import choose_device, open_engine
+from .limits import MIB, Limits
 from .progress import shown, steps
 from .service import MoeService
 from .settings import Settings, unknown_variables
@@ -79,7 +80,7 @@ def open_service(settings: Settings) -> MoeService:
 
     with shown() as report:
         engine = EngineThread(partial(open_engine, settings, device, checkpoint, report))
-        service = MoeService(engine, roots, read, max_cpu_loras=settings.max_cpu_loras)
+        service = MoeService(engine, roots, read, max_cpu_loras=settings.max_cpu_loras, limits=limits_of(settings))
         try:
             for name, path in steps(found.adapters, "loading adapters", report):
                 load_at_start(service, name, path)
@@ -88,6 +89,17 @@ def open_service(settings: Settings) -> MoeService:
             raise
     log.info("layers %s of %s on %s", ranges(model.layers), model.name, device)
     return service
+
+
+def limits_of(settings: Settings) -> Limits:
+    """What bounds forwards."""
+    return Limits(
+        max_batch_tokens=settings.max_batch_tokens,
+        max_queue=settings.max_queue,
+        max_queue_bytes=int(settings.max_queue_mb * MIB),
+        queue_delay_s=settings.max_queue_delay_us * 1e-6,
+        request_timeout_s=settings.request_timeout_s,
+    )
 
 
 def load_at_start(service: MoeService, name: str, path: Path) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from moelet.layer.adapter import Adapter, LayerAdapter, LoraWeights
 from moelet.layer.adapter_loading import load_adapter
-from moelet.layer.engine import Engine, LayerBatch
+from moelet.layer.engine import Engine, Forward, LayerBatch
 from moelet.layer.spec import LayerSpec, ModelSpec, RoutingSpec
 from moelet.layer.weights import LayerWeights
 from moelet.service.adapter_roots import AdapterRoots
@@ -137,14 +137,14 @@ class GatedEngine:
         self.error: Exception | None = None
         self.forwards = 0
 
-    def forward(self, batch: LayerBatch) -> torch.Tensor:
+    def begin(self, batch: LayerBatch) -> Forward:
         self.forwards += 1
         if not self.gate.is_set():
             self.waiting.set()
             assert self.gate.wait(60)
         if self.error is not None:
             raise self.error
-        return self.engine.forward(batch)
+        return self.engine.begin(batch)
 
     @contextmanager
     def closed(self) -> Iterator[None]:

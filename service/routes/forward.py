@@ -5,6 +5,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..deadline import HEADER
 from ..forward_json import parse_forward, render_forward
 from ..schemas import ErrorBody, ForwardAnswer, ForwardRequest
 from .access import service_of, takes
@@ -18,10 +19,11 @@ async def forward(request: Request) -> Response:
     with service.metrics.forward() as watch:
         spec = service.layer(request.path_params["layer"])
         watch.layer = str(spec.index)
-        service.lifecycle.check_admission()
+        service.check_admission()
+        deadline = service.timeouts.from_header(request.headers.get(HEADER))
         call = parse_forward(await request.body(), spec)
         watch.num_tokens = call.batch.num_tokens
-        body = render_forward(await service.forward(call))
+        body = render_forward(await service.forward_for_client(call, deadline, request.receive))
     return Response(body, media_type="application/json")
 
 
@@ -33,14 +35,17 @@ def describe() -> dict[str, Any]:
         return {"description": text, "content": {"application/json": {"schema": schema}}}
 
     failures = {400: "Malformed or contradictory", 404: "No such layer or adapter", 413: "Body too large"}
-    failures |= {500: "The engine failed this call", 503: "No work is taken now"}
+    failures |= {500: "The engine failed this call", 503: "No work is taken now", 504: "Past its deadline"}
     return {
         "post": {
             "tags": ["layers"],
             "summary": "Forward",
             "description": "Compute one layer over some tokens. " + (ForwardRequest.__doc__ or ""),
             "operationId": "forward",
-            "parameters": [{"name": "layer", "in": "path", "required": True, "schema": {"type": "integer"}}],
+            "parameters": [
+                {"name": "layer", "in": "path", "required": True, "schema": {"type": "integer"}},
+                {"name": HEADER, "in": "header", "required": False, "schema": {"type": "number"}},
+            ],
             **takes(ForwardRequest),
             "responses": {
                 "200": answer(ForwardAnswer, "The layer's output"),

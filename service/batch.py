@@ -1,0 +1,94 @@
+"""One engine call: the parts of several forwards laid behind each other, and its output cut up again."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..layer.adapter import Adapter
+from ..layer.engine import LayerBatch
+from ..layer.slots import AdapterVersion
+from .engine_thread import FlightTimes
+from .work import Part
+
+
+class Batch:
+    """Some parts of one key, whose adapter versions have slots.
+
+    ``versions``   those of all parts, each once
+    ``outputs``    bf16 ``[t, H]`` of each part, once computed
+    ``error``      why there are none, once it failed
+    ``taken_at``   when it was formed, by ``time.monotonic``
+
+    Made and taken back on the event loop; in between the engine's threads have it.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], versions: Sequence[AdapterVersion], landed: "Callable[[Batch], None]"
+    ) -> None:
+        self.parts = parts
+        self.versions = versions
+        self.num_tokens = sum(part.num_tokens for part in parts)
+        self.outputs: Sequence[Tensor] = ()
+        self.error: Exception | None = None
+        self.taken_at = time.monotonic()
+        self.times = FlightTimes()
+        self._landed = landed
+
+    def adapters(self) -> list[tuple[int, Adapter]]:
+        """What each slot that is read must hold."""
+        return [(version.slot, version.adapter) for version in self.versions if version.slot is not None]
+
+    def assemble(self) -> LayerBatch:
+        """All tokens as one batch."""
+        first = self.parts[0].batch
+        slots = self._token_slots() if self.versions else None
+        batches = [part.batch for part in self.parts]
+        return LayerBatch(
+            layer=first.layer,
+            hidden_states=_cat([b.hidden_states for b in batches]),
+            topk_ids=None if first.topk_ids is None else _cat([b.topk_ids for b in batches]),
+            topk_weights=None if first.topk_weights is None else _cat([b.topk_weights for b in batches]),
+            router_logits=None if first.router_logits is None else _cat([b.router_logits for b in batches]),
+            token_slots=slots,
+        )
+
+    def finish(self, output: Tensor) -> None:
+        """Cut ``output``, bf16 ``[T, H]``, into that of each part, and hand it back."""
+        parts = self.parts
+        self.outputs = (output,) if len(parts) == 1 else torch.split(output, [part.num_tokens for part in parts])
+        for part, piece in zip(parts, self.outputs, strict=True):
+            if part.rows is not None:
+                part.work.join(part, piece)
+        self._landed(self)
+
+    def fail(self, error: Exception) -> None:
+        """Hand it back without an output."""
+        self.error = error
+        self._landed(self)
+
+    def _token_slots(self) -> Tensor:
+        """The slot of each token, int32 ``[T]``, -1 for none."""
+        slots = np.full(self.num_tokens, -1, np.int32)
+        start = 0
+        for part in self.parts:
+            stop = start + part.num_tokens
+            if part.token_versions is not None:
+                slots[start:stop] = np.array([*map(_slot, part.versions), -1], np.int32)[part.token_versions.numpy()]
+            elif part.versions:
+                slots[start:stop] = _slot(part.versions[0])
+            start = stop
+        return torch.from_numpy(slots)
+
+
+def _slot(version: AdapterVersion) -> int:
+    assert version.slot is not None, f"version {version.version} of {version.name!r} was not placed"
+    return version.slot
+
+
+def _cat(tensors: Sequence[Tensor | None]) -> Tensor:
+    """The rows of all ``tensors``, none of which is None where the first is not."""
+    there = [tensor for tensor in tensors if tensor is not None]
+    return there[0] if len(there) == 1 else torch.cat(there)

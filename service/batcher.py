@@ -1,0 +1,149 @@
+"""Brings admitted forwards to the engine in batches: what waits when it is free goes together, several batches deep."""
+
+import asyncio
+import time
+
+from torch import Tensor
+
+from ..layer.errors import EngineFailedError
+from .adapters import AdapterRegistry
+from .batch import Batch
+from .engine_thread import EngineThread
+from .errors import UnavailableError
+from .limits import Limits
+from .metrics import Metrics
+from .waiting import WaitingParts
+from .work import Part, Work
+
+SWEEP_S = 0.02
+"""How often requests that wait are looked through for deadlines that have passed."""
+
+
+class Batcher:
+    """Forms batches of what waits, greedily, and gives each output to whom it belongs; used on the event loop alone.
+
+    While the engine has fewer than ``depth`` batches, the next is formed once the event loop has read what was
+    ready to be read, so that requests that come together are computed together.
+    """
+
+    def __init__(self, engine: EngineThread, adapters: AdapterRegistry, metrics: Metrics, limits: Limits) -> None:
+        self._engine = engine
+        self._adapters = adapters
+        self._metrics = metrics
+        self._limits = limits
+        self._waiting = WaitingParts(adapters.table, limits.max_batch_tokens or engine.batch_tokens)
+        self._open: dict[Work, None] = {}
+        self._in_flight = 0
+        self._will_form = False
+        self._will_sweep = False
+        self._loop: asyncio.AbstractEventLoop
+        metrics.watch_queue(lambda: self._waiting.requests, lambda: self._waiting.tokens)
+
+    def start(self) -> None:
+        """Begin to take work; call on the running event loop."""
+        self._loop = asyncio.get_running_loop()
+
+    def check_room(self) -> None:
+        """Raise ``UnavailableError`` when the queue is full."""
+        waiting, limits = self._waiting, self._limits
+        if waiting.requests >= limits.max_queue:
+            raise UnavailableError(f"{waiting.requests} requests wait, as many as may (--max-queue)")
+        if waiting.num_bytes >= limits.max_queue_bytes:
+            raise UnavailableError(f"{waiting.requests} requests of {waiting.num_bytes} bytes wait, as much as may")
+
+    async def forward(self, work: Work) -> Tensor:
+        """Queue ``work`` and wait for its output, bf16 ``[T, H]``.
+
+        Raises ``UnavailableError`` (the queue is full), ``DeadlineExceededError``, and what the engine raises. Of a
+        cancelled call nothing is begun any more.
+        """
+        self.check_room()
+        self._open[work] = None
+        for part in work.parts(self._waiting.max_batch_tokens):
+            self._waiting.push(part)
+        if not self._will_form and self._in_flight < self._engine.depth:
+            self._will_form = True
+            self._loop.call_soon(self._form)
+        if not self._will_sweep:
+            self._will_sweep = True
+            self._loop.call_later(SWEEP_S, self._sweep)
+        try:
+            return await work.result
+        finally:
+            del self._open[work]
+            if work.waiting:
+                self._waiting.drop(work)
+
+    def fail(self, error: EngineFailedError) -> None:
+        """The engine failed for good: so does everything that waits for it."""
+        for work in list(self._open):
+            work.fail(EngineFailedError(str(error)))
+
+    def _form(self) -> None:
+        """Begin batches of what waits, as many as the engine takes."""
+        self._will_form = False
+        while self._in_flight < self._engine.depth and self._waiting.requests:
+            if self._in_flight and (delay := self._delay()) > 0:
+                self._will_form = True
+                self._loop.call_later(delay, self._form)
+                return
+            parts = self._waiting.take()
+            if not parts:
+                return
+            self._begin(parts)
+
+    def _delay(self) -> float:
+        """How many seconds the next batch should wait for more to join it, now that the engine has work."""
+        if not self._limits.queue_delay_s or self._waiting.fills_a_batch:
+            return 0.0
+        return self._waiting.since + self._limits.queue_delay_s - time.monotonic()
+
+    def _begin(self, parts: list[Part]) -> None:
+        versions = list(dict.fromkeys(version for part in parts for version in part.versions))
+        if versions:
+            self._adapters.table.place(versions)
+        batch = Batch(parts, versions, self._hand_back)
+        self._in_flight += 1
+        self._metrics.batch_begun(batch)
+        self._engine.begin(batch)
+
+    def _hand_back(self, batch: Batch) -> None:
+        """Called on the engine's threads."""
+        self._loop.call_soon_threadsafe(self._landed, batch)
+
+    def _landed(self, batch: Batch) -> None:
+        """Let go of the slots, begin what waits, and only then answer."""
+        self._in_flight -= 1
+        if batch.versions:
+            self._unplace(batch)
+        parts, error = batch.parts, batch.error
+        if error is not None and len(parts) > 1 and not isinstance(error, EngineFailedError):
+            self._waiting.push_again([part for part in parts if not part.work.result.done()])
+        self._form()
+        if error is None:
+            now = time.monotonic()
+            for part, output in zip(parts, batch.outputs, strict=True):
+                part.work.finish(output, now)
+        elif len(parts) == 1 or isinstance(error, EngineFailedError):
+            for part in parts:
+                part.work.fail(error)
+        self._metrics.batch_ended(batch)
+
+    def _unplace(self, batch: Batch) -> None:
+        table = self._adapters.table
+        table.unplace(batch.versions)
+        if batch.error is not None:
+            for version in batch.versions:
+                if not version.holds and version.slot is not None:
+                    table.vacate(version)
+        self._adapters.settle()
+
+    def _sweep(self) -> None:
+        """End what has waited for too long, however long the engine takes over what it has."""
+        now = time.monotonic()
+        for work in list(self._open):
+            if now >= work.deadline.at:
+                work.fail(work.deadline.error())
+        self._will_sweep = bool(self._open)
+        if self._open:
+            self._loop.call_later(SWEEP_S, self._sweep)

@@ -1,0 +1,62 @@
+"""Until when an answer is of use to whoever asked for it, and what ends a request that takes longer."""
+
+import re
+import time
+from dataclasses import dataclass
+
+from ..layer.errors import MoeletError, RequestError
+
+HEADER = "X-Request-Timeout-Ms"
+MILLISECONDS = re.compile(r"\d{1,12}(\.\d{1,6})?", re.ASCII)
+
+
+class DeadlineExceededError(MoeletError):
+    """The request took longer than it was given."""
+
+
+@dataclass(slots=True, eq=False)
+class Deadline:
+    """The moment ``at`` (seconds of ``time.monotonic``), ``timeout_s`` after the request came."""
+
+    at: float
+    timeout_s: float
+
+    def error(self) -> DeadlineExceededError:
+        """What a request is told whose deadline has passed."""
+        return DeadlineExceededError(f"the request was not answered within its {self.timeout_s * 1e3:g} ms")
+
+    def check(self) -> None:
+        """Raise ``DeadlineExceededError`` once it has passed."""
+        if time.monotonic() >= self.at:
+            raise self.error()
+
+
+class Timeouts:
+    """Deadlines of requests that come now, none later than in ``longest_s``."""
+
+    def __init__(self, longest_s: float) -> None:
+        self.longest_s = longest_s
+
+    def longest(self) -> Deadline:
+        """The deadline of a request that asks for none."""
+        return self._after(self.longest_s)
+
+    def from_header(self, sent: str | None) -> Deadline:
+        """What ``X-Request-Timeout-Ms`` asks for, milliseconds. Raises ``RequestError``."""
+        if sent is None:
+            return self.longest()
+        if MILLISECONDS.fullmatch(sent) is None or (milliseconds := float(sent)) == 0:
+            raise RequestError(f"{HEADER} should be a number of milliseconds above 0, got {sent!r}", HEADER)
+        return self._after(milliseconds * 1e-3)
+
+    def from_microseconds(self, sent: object) -> Deadline:
+        """What v2's ``timeout`` asks for, microseconds; 0 and None ask for none. Raises ``RequestError``."""
+        if sent is None:
+            return self.longest()
+        if not isinstance(sent, int) or isinstance(sent, bool) or sent < 0:
+            raise RequestError(f"timeout should be a whole number of microseconds, got {sent!r}", "timeout")
+        return self._after(min(sent, 10**15) * 1e-6) if sent else self.longest()
+
+    def _after(self, seconds: float) -> Deadline:
+        seconds = min(seconds, self.longest_s)
+        return Deadline(time.monotonic() + seconds, seconds)

@@ -1,0 +1,175 @@
+"""One admitted forward on its way through the engine, and the parts of it that go through apart."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..layer.engine import LayerBatch
+from ..layer.slots import AdapterVersion
+from .deadline import Deadline
+
+Key = tuple[int, bool, bool]
+"""What forwards of one batch have in common: the layer, and whether top-k or router logits were sent."""
+
+
+class Work:
+    """One admitted forward.
+
+    ``batch``      what to compute, its ``token_slots`` open
+    ``versions``   the adapter versions that it holds
+    ``deadline``   when it is given up
+    ``result``     bf16 ``[T, H]``, or the error
+    ``waiting``    how many of its parts wait for the engine
+    """
+
+    __slots__ = (
+        "_missing",
+        "_output",
+        "batch",
+        "deadline",
+        "queued_at",
+        "result",
+        "token_versions",
+        "versions",
+        "waiting",
+    )
+
+    def __init__(
+        self,
+        batch: LayerBatch,
+        versions: tuple[AdapterVersion, ...],
+        token_versions: Tensor | None,
+        deadline: Deadline,
+    ) -> None:
+        self.batch = batch
+        self.versions = versions
+        self.token_versions = token_versions
+        self.deadline = deadline
+        self.result: asyncio.Future[Tensor] = asyncio.get_running_loop().create_future()
+        self.queued_at = time.monotonic()
+        self.waiting = 0
+        self._missing = 0
+        self._output: Tensor | None = None
+
+    def parts(self, most_tokens: int) -> list["Part"]:
+        """All of it, as parts of at most ``most_tokens``."""
+        tokens = self.batch.num_tokens
+        if tokens <= most_tokens:
+            parts = [Part(self, self.batch, self.versions, self.token_versions, None)]
+        else:
+            parts = [self._slice(start, min(start + most_tokens, tokens)) for start in range(0, tokens, most_tokens)]
+        self._missing = len(parts)
+        return parts
+
+    def _slice(self, start: int, stop: int) -> "Part":
+        rows = slice(start, stop)
+        batch = self.batch.part(start, stop)
+        if self.token_versions is None:
+            return Part(self, batch, self.versions, None, rows)
+        return Part(self, batch, *used(self.versions, self.token_versions[rows]), rows)
+
+    def add_part(self) -> None:
+        """A part was split in two."""
+        self._missing += 1
+
+    def join(self, part: "Part", output: Tensor) -> None:
+        """Keep the output of ``part`` of several; not on the event loop, where a large copy would be felt."""
+        if part.rows is not None and not self.result.done():
+            if self._output is None:
+                self._output = torch.empty_like(self.batch.hidden_states)
+            self._output[part.rows] = output
+
+    def finish(self, output: Tensor, now: float) -> None:
+        """One more part is computed, as ``output``; the last one answers, unless nobody waits any more."""
+        self._missing -= 1
+        if self._missing or self.result.done():
+            return
+        if now >= self.deadline.at:
+            self.fail(self.deadline.error())
+        else:
+            self.result.set_result(output if self._output is None else self._output)
+
+    def fail(self, error: Exception) -> None:
+        """End it with ``error``, unless it has ended."""
+        if not self.result.done():
+            self.result.set_exception(error)
+
+
+class Part:
+    """What goes through the engine in one call: all tokens of a work, or some.
+
+    ``batch``           its tokens, their ``token_slots`` open
+    ``versions``        the adapter versions that they use
+    ``token_versions``  int64 ``[t]``, which of ``versions`` each token uses, -1 for none; None: all use the only
+                        one, or there is none
+    ``rows``            which tokens of the work they are; None: all
+    ``passes``          how many batches took later parts before this one
+    ``alone``           it shares no batch: one that it was in failed
+    """
+
+    __slots__ = ("alone", "batch", "num_bytes", "num_tokens", "passes", "rows", "token_versions", "versions", "work")
+
+    def __init__(
+        self,
+        work: Work,
+        batch: LayerBatch,
+        versions: tuple[AdapterVersion, ...],
+        token_versions: Tensor | None,
+        rows: slice | Tensor | None,
+    ) -> None:
+        self.work = work
+        self.batch = batch
+        self.versions = versions
+        self.token_versions = token_versions
+        self.rows = rows
+        self.num_tokens = batch.num_tokens
+        self.num_bytes = batch.hidden_states.nbytes
+        self.passes = 0
+        self.alone = False
+
+    @property
+    def key(self) -> Key:
+        """Parts of one key may share a batch."""
+        batch = self.batch
+        return batch.layer, batch.topk_ids is not None, batch.router_logits is not None
+
+    def split(self, group: Sequence[AdapterVersion]) -> "tuple[Part, Part]":
+        """The tokens that use one of ``group``, which is some of ``versions``, or none; and the others."""
+        assert self.token_versions is not None
+        inside = torch.tensor([*(version in group for version in self.versions), True])
+        chosen = inside[self.token_versions]
+        self.work.add_part()
+        first, second = (self._select(rows.nonzero().flatten()) for rows in (chosen, ~chosen))
+        first.alone = second.alone = self.alone
+        return first, second
+
+    def _select(self, rows: Tensor) -> "Part":
+        assert self.token_versions is not None
+        batch, within = self.batch, rows
+
+        def of(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[within]
+
+        picked = LayerBatch(
+            layer=batch.layer,
+            hidden_states=batch.hidden_states[within],
+            topk_ids=of(batch.topk_ids),
+            topk_weights=of(batch.topk_weights),
+            router_logits=of(batch.router_logits),
+        )
+        if isinstance(self.rows, slice):
+            rows = within + self.rows.start
+        elif self.rows is not None:
+            rows = self.rows[within]
+        return Part(self.work, picked, *used(self.versions, self.token_versions[within]), rows)
+
+
+def used(versions: tuple[AdapterVersion, ...], tokens: Tensor) -> tuple[tuple[AdapterVersion, ...], Tensor]:
+    """Those of ``versions`` that occur in ``tokens``, and ``tokens`` in terms of them."""
+    there = (tokens + 1).bincount(minlength=len(versions) + 1)[1:].nonzero().flatten()
+    places = torch.full((len(versions) + 1,), -1)
+    places[there] = torch.arange(len(there))
+    return tuple(versions[i] for i in there.tolist()), places[tokens]
