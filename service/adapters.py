@@ -14,6 +14,7 @@ from ..layer.adapter import Adapter
 from ..layer.errors import (
     AdapterAlreadyLoadedError,
     AdapterBusyError,
+    AdapterCapacityError,
     AdapterError,
     AdapterNotLoadedError,
     AdapterRefusedError,
@@ -50,7 +51,7 @@ class AdapterRegistry:
 
     def load_at_start(self, name: str, path: Path) -> AdapterVersion:
         """Load an adapter named on the command line, from anywhere, before the event loop runs."""
-        return self.table.put(name, replaced(self._read(path, ANYWHERE), path=path))
+        return self.table.put(name, replaced(self._parse(path, ANYWHERE), path=path))
 
     async def load(
         self, name: str, sent: str, *, param: str, pinned: bool | None = None, replace: bool = False
@@ -187,10 +188,19 @@ class AdapterRegistry:
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
 
+    def _parse(self, folder: Path, root: Path) -> Adapter:
+        """What the reader reads. Raises ``AdapterCapacityError`` where the host has no memory for it."""
+        try:
+            return self._read(folder, root)
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
+                raise
+            raise AdapterCapacityError(f"{folder}: the host has too little memory left to load it") from error
+
     def _read_for_client(self, folder: Path, root: Path, sent: str) -> Adapter:
         """Parse the adapter; what is told of it knows its path as the client wrote it."""
         try:
-            adapter = self._read(folder, root)
+            adapter = self._parse(folder, root)
         except AdapterError as error:
             error.args = (str(error).replace(str(folder), sent),)
             raise

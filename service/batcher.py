@@ -36,6 +36,7 @@ class Batcher:
         self._in_flight = 0
         self._will_form = False
         self._will_sweep = False
+        self._delayed: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop
         metrics.watch_queue(lambda: self._waiting.requests, lambda: self._waiting.tokens)
 
@@ -84,8 +85,9 @@ class Batcher:
         self._will_form = False
         while self._in_flight < self._engine.depth and self._waiting.requests:
             if self._in_flight and (delay := self._delay()) > 0:
-                self._will_form = True
-                self._loop.call_later(delay, self._form)
+                if self._delayed is not None:
+                    self._delayed.cancel()
+                self._delayed = self._loop.call_later(delay, self._form)
                 return
             parts = self._waiting.take()
             if not parts:

@@ -1,7 +1,9 @@
 """The HTTP contract of forwards, for any engine."""
 
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -162,6 +164,48 @@ class ForwardContract(ContractFixtures):
         together = service.output(hidden_states=hidden, adapters=order)
         for i, name in enumerate(order):
             assert torch.equal(together[i], service.output(hidden_states=hidden[i : i + 1], adapter=name)[0])
+
+    def test_requests_computed_together_give_the_bits_of_each_alone(self, service: RunningService) -> None:
+        """Of sizes around a batch's, with several adapters each, while the engine is kept from starting."""
+        names = [f"s{i}" for i in range(4)]
+        for i, name in enumerate(names):
+            service.load(name, service.write(name, 10 + i))
+        sizes = (1, 3, service.service.engine.batch_tokens + 2, 1, 2, 5, 1, 1)
+        choices = [*names, None]
+        bodies = [
+            {
+                "hidden_states": hidden_states(size, seed=i),
+                "adapters": [choices[(i + t) % len(choices)] for t in range(size)],
+            }
+            for i, size in enumerate(sizes)
+        ]
+        alone = [service.output(**body) for body in bodies]
+        before = service.engine.forwards
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            with service.engine.closed():
+                together = [pool.submit(service.output, **body) for body in bodies]
+                while service.service.lifecycle.in_flight < len(bodies):
+                    threading.Event().wait(0.01)
+            for expected, output in zip(alone, together, strict=True):
+                assert torch.equal(output.result(), expected)
+        assert service.engine.forwards - before < 2 * len(bodies)
+
+    @pytest.mark.parametrize("sent", ["soon", "-1", "0", "1e3"])
+    def test_timeout_that_is_no_number(self, service: RunningService, sent: str) -> None:
+        refused = service.forward(hidden_states=hidden_states(1), headers={"X-Request-Timeout-Ms": sent})
+        assert_error(refused, 400, "milliseconds", param="X-Request-Timeout-Ms")
+
+    def test_a_request_past_its_timeout_is_not_computed(self, service: RunningService, name: str) -> None:
+        service.load(name, "good")
+        hidden = hidden_states(2)
+        with ThreadPoolExecutor() as pool, service.engine.closed():
+            running = [pool.submit(service.output, hidden_states=hidden)]
+            assert service.engine.waiting.wait(10)
+            late = service.forward(hidden_states=hidden, adapter=name, headers={"X-Request-Timeout-Ms": "50"})
+            assert_error(late, 504, "within its 50 ms")
+            assert service.records()[0]["in_flight"] == 0
+        assert running[0].result().shape == hidden.shape
+        assert service.forward(hidden_states=hidden, headers={"X-Request-Timeout-Ms": "30000"}).status_code == 200
 
     @pytest.mark.parametrize("case", BAD_FORWARDS)
     def test_bad_forward(self, service: RunningService, case: str) -> None:

@@ -44,22 +44,22 @@ class SwapContract(ContractFixtures):
         service.load(name, "one")
         old = service.output(hidden_states=hidden, adapter=name)
         with ThreadPoolExecutor() as pool, service.engine.closed():
-            first = pool.submit(service.forward, hidden_states=hidden, adapter=name)
+            depth = service.service.engine.depth
+            early = []
+            for waiting in range(depth + 1):
+                early.append(pool.submit(service.forward, hidden_states=hidden, adapter=name))
+                while service.metric("moelet_adapter_in_flight", adapter=name) <= waiting:
+                    threading.Event().wait(0.01)
             assert service.engine.waiting.wait(10)
-            queued = pool.submit(service.forward, hidden_states=hidden, adapter=name)
-            while service.metric("moelet_adapter_in_flight", adapter=name) < 2:
-                threading.Event().wait(0.01)
             assert service.metric("moelet_queue_requests") == 1
             assert service.metric("moelet_queue_tokens") == 2
             assert service.load(name, "two", load_inplace=True).status_code == 200
             late = pool.submit(service.forward, hidden_states=hidden, adapter=name)
             service.engine.gate.set()
-            answers = [answer.result().json() for answer in (first, queued, late)]
-        assert [a["adapter_versions"][name] for a in answers] == [1, 1, 2]
-        outputs = [torch.tensor(a["hidden_states"]) for a in answers]
-        assert torch.equal(outputs[0], old)
-        assert torch.equal(outputs[1], old)
-        assert not torch.equal(outputs[2], old)
+            *old_answers, new_answer = [answer.result().json() for answer in (*early, late)]
+        assert [a["adapter_versions"][name] for a in (*old_answers, new_answer)] == [1] * (depth + 1) + [2]
+        assert all(torch.equal(torch.tensor(a["hidden_states"]), old) for a in old_answers)
+        assert not torch.equal(torch.tensor(new_answer["hidden_states"]), old)
 
     def test_swaps_under_concurrent_calls(self, service: RunningService) -> None:
         """Every answer equals what the version that it names gives."""

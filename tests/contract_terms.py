@@ -19,7 +19,7 @@ def assert_error(answer: httpx.Response, status: int, *words: str, param: str | 
     assert error["code"] == status
     types = {400: "BadRequestError", 403: "PermissionDeniedError", 404: "NotFoundError", 409: "ConflictError"}
     types |= {405: "MethodNotAllowedError", 413: "RequestTooLargeError", 500: "InternalServerError"}
-    types |= {503: "ServiceUnavailableError"}
+    types |= {503: "ServiceUnavailableError", 504: "TimeoutError"}
     assert error["type"] == types[status]
     assert all(word in error["message"] for word in words), error["message"]
     if param is not None:

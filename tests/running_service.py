@@ -23,6 +23,7 @@ from moelet.service.adapter_roots import AdapterRoots
 from moelet.service.app import create_app
 from moelet.service.engine_thread import EngineThread
 from moelet.service.keys import Keys
+from moelet.service.limits import Limits
 from moelet.service.protocol import http_config
 from moelet.service.service import MoeService
 
@@ -191,10 +192,10 @@ class RunningService:
         """Load as vLLM spells it."""
         return self.client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path, **fields})
 
-    def forward(self, layer: int | str = 1, **body: Any) -> httpx.Response:
+    def forward(self, layer: int | str = 1, headers: Mapping[str, str] | None = None, **body: Any) -> httpx.Response:
         """A forward with ``body``, tensors as lists."""
         sent = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in body.items()}
-        return self.client.post(f"/v1/layers/{layer}/forward", json=sent)
+        return self.client.post(f"/v1/layers/{layer}/forward", json=sent, headers=headers)
 
     def output(self, layer: int = 1, **body: Any) -> torch.Tensor:
         """The output of a forward that must succeed."""
@@ -234,11 +235,12 @@ def running(
     max_lora_rank: int = 8,
     more_roots: Sequence[Path] = (),
     keys: Keys | None = None,
+    bounds: Limits | None = None,
     **limits: Any,
 ) -> Iterator[RunningService]:
     """A service over ``open_engine`` with adapters below ``root`` (None: no root), until the block ends.
 
-    ``limits`` are those of ``http_config``.
+    ``bounds`` are those of its forwards, ``limits`` those of ``http_config``.
     """
     model, weights = small_model()
     gated: list[GatedEngine] = []
@@ -252,7 +254,7 @@ def running(
     def read(folder: Path, root: Path) -> Adapter:
         return load_adapter(folder, model, max_rank=max_lora_rank, root=root)
 
-    service = MoeService(EngineThread(opened), roots, read, max_cpu_loras=max_cpu_loras)
+    service = MoeService(EngineThread(opened), roots, read, max_cpu_loras=max_cpu_loras, limits=bounds)
     with listening(service, keys, **limits) as url, httpx.Client(base_url=url, timeout=30) as client:
         yield RunningService(client, service, gated[0], weights, root or Path())
 
