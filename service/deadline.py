@@ -25,6 +25,12 @@ class Deadline:
         """What a request is told whose deadline has passed."""
         return DeadlineExceededError(f"the request was not answered within its {self.timeout_s * 1e3:g} ms")
 
+    def within(self, microseconds: int | None) -> "Deadline":
+        """The earlier of this and so long after the request came; None: this."""
+        if microseconds is None or microseconds >= self.timeout_s * 1e6:
+            return self
+        return Deadline(self.at - self.timeout_s + microseconds * 1e-6, microseconds * 1e-6)
+
     def check(self) -> None:
         """Raise ``DeadlineExceededError`` once it has passed."""
         if time.monotonic() >= self.at:
@@ -48,14 +54,6 @@ class Timeouts:
         if MILLISECONDS.fullmatch(sent) is None or (milliseconds := float(sent)) == 0:
             raise RequestError(f"{HEADER} should be a number of milliseconds above 0, got {sent!r}", HEADER)
         return self._after(milliseconds * 1e-3)
-
-    def from_microseconds(self, sent: object) -> Deadline:
-        """What v2's ``timeout`` asks for, microseconds; 0 and None ask for none. Raises ``RequestError``."""
-        if sent is None:
-            return self.longest()
-        if not isinstance(sent, int) or isinstance(sent, bool) or sent < 0:
-            raise RequestError(f"timeout should be a whole number of microseconds, got {sent!r}", "timeout")
-        return self._after(min(sent, 10**15) * 1e-6) if sent else self.longest()
 
     def _after(self, seconds: float) -> Deadline:
         seconds = min(seconds, self.longest_s)

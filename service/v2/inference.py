@@ -2,12 +2,15 @@
 
 import asyncio
 
+from ..deadline import HEADER
 from ..service import MoeService
 from .bodies import THREAD_BYTES, WINDOWS, Headers, compress, read_body
 from .codec import read_inference, write_answer
 from .exchange import JSON, OCTETS, Header, Incoming, Reply
 from .header import read_header_length
 from .models import Models
+
+TIMEOUT = HEADER.lower().encode()
 
 
 class Inferences:
@@ -24,14 +27,20 @@ class Inferences:
         with service.metrics.forward() as watch:
             spec = self._models.layer(*incoming.names)
             watch.layer = str(spec.index)
-            service.lifecycle.check_admission()
+            service.check_admission()
+            deadline = service.timeouts.from_header(_text(headers.get(TIMEOUT)))
             header_length = read_header_length(headers.get(b"inference-header-content-length"))
             body = await read_body(headers, incoming.receive, header_length or 0, self._max_body_bytes)
             asked = read_inference(body, header_length, spec)
             watch.num_tokens = asked.call.batch.num_tokens
-            answer = await service.forward(asked.call)
+            deadline = deadline.within(asked.request.timeout)
+            answer = await service.forward_for_client(asked.call, deadline, incoming.receive)
             pieces, json_length = write_answer(answer, asked.request, incoming.names[0])
         return await _reply(pieces, json_length, headers)
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("latin-1")
 
 
 async def _reply(pieces: list[bytes | memoryview], json_length: int | None, headers: Headers) -> Reply:
