@@ -4,6 +4,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -194,6 +195,23 @@ class V2Contract(ContractFixtures):
         answer = self.infer(service, request({"hidden_states": hidden_states(2), **named}, **sent))
         assert_v2_error(answer, 404, "loaded: a")
         assert service.records()[0]["in_flight"] == 0
+
+    @pytest.mark.parametrize("way", ["parameter", "header"])
+    def test_a_request_past_its_timeout_is_not_computed(self, service: RunningService, way: str) -> None:
+        """The earlier of both counts."""
+        hidden = hidden_states(2).numpy()
+        soon, late = (40_000, "9000") if way == "parameter" else (9_000_000, "40")
+        timed = request({"hidden_states": hidden}, parameters={"timeout": soon})
+        with ThreadPoolExecutor() as pool, service.engine.closed():
+            running = pool.submit(self.infer, service, request({"hidden_states": hidden}))
+            assert service.engine.waiting.wait(10)
+            answer = self.infer(service, timed, **{"X-Request-Timeout-Ms": late})
+            assert (answer.status_code, answer.json()) == (
+                504,
+                {"error": "the request was not answered within its 40 ms"},
+            )
+        assert running.result().status_code == 200
+        assert_v2_error(self.infer(service, timed, **{"X-Request-Timeout-Ms": "soon"}), 400, "milliseconds")
 
     def test_server_and_models(self, service: RunningService) -> None:
         client = service.client
