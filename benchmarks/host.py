@@ -2,7 +2,8 @@
 
 ``GraphEngine.forward`` is called over batches and layers in turn, so that L2 serves no weights, and timed by the
 host's clock around each call; beside it stands the time of the graph alone, measured as ``bench layer`` does under the
-plan that the engine chose. The difference is copies, launch and Python.
+plan that the engine chose. The difference is copies, launch and Python. ``ahead`` is the time for each when every call is
+begun before the one ahead of it is waited for, as the service does under load.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from .workload import Routing, Workload, random_batches
 
 TOKENS = (1, 16, 64, 256)
 WARM_UP = 8
-TABLE = Table("T:5 LoRA:13 host:8 p10:8 p90:8 graph:8 beside:8 plan:23")
+TABLE = Table("T:5 LoRA:13 host:8 p10:8 p90:8 graph:8 beside:8 ahead:8 plan:23")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -83,6 +84,18 @@ def host_times(engine: GraphEngine, batches: Sequence[LayerBatch], calls: int) -
     return times[WARM_UP:]
 
 
+def time_ahead(engine: GraphEngine, batches: Sequence[LayerBatch], calls: int) -> float:
+    """Microseconds for each of ``calls`` calls that are begun while the one ahead of them computes."""
+    ahead = engine.begin(batches[0])
+    start = time.perf_counter()
+    for number in range(1, calls + 1):
+        behind = engine.begin(batches[number % len(batches)])
+        ahead.result()
+        ahead = behind
+    ahead.result()
+    return (time.perf_counter() - start) * 1e6 / calls
+
+
 def plan_of(engine: GraphEngine, workload: Workload) -> Plan:
     """The plan that the engine runs ``workload`` under."""
     rows = engine.plans(0)
@@ -98,6 +111,7 @@ def measured(
     batches = random_batches(spec, workload, forwards_per_graph(spec, workload.num_tokens), geometry.max_loras)
     layered = [replace(batch, layer=index % len(sets)) for index, batch in enumerate(batches)]
     calls = Timing.of(host_times(engine, layered, chosen.calls))
+    ahead = time_ahead(engine, layered, chosen.calls)
     forwards = Forwards(rig, geometry, workload, plan_of(engine, workload), sets, batches)
     replay = partial(forwards.capture().launch, rig.streams.main)
     graph = rig.time(replay, replays=chosen.replays, forwards=forwards.count)
@@ -111,6 +125,7 @@ def measured(
         **calls.row(),
         "graph_us": round(graph.median, 2),
         "beside_graph_us": round(calls.median - graph.median, 2),
+        "ahead_us": round(ahead, 2),
     }
     forwards.close()
     return row
@@ -119,7 +134,7 @@ def measured(
 def line(row: Row) -> str:
     """A row of the table on the terminal."""
     lora = f"r{row['rank']} x{row['adapters']}" if row["rank"] else None
-    times = [fixed(row[name]) for name in ("us", "p10_us", "p90_us", "graph_us", "beside_graph_us")]
+    times = [fixed(row[name]) for name in ("us", "p10_us", "p90_us", "graph_us", "beside_graph_us", "ahead_us")]
     return TABLE.line([row["tokens"], lora, *times, row["plan"]])
 
 

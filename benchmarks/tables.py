@@ -95,7 +95,12 @@ def host_table(found: Newest, shape: str) -> list[str]:  # noqa: ARG001
     """Host to host, the graph alone and the difference, over token counts."""
     tokens = found.tokens
     lines = header("µs", tokens)
-    names = {"us": "host to host", "graph_us": "the graph alone", "beside_graph_us": "beside it"}
+    names = {
+        "us": "host to host",
+        "graph_us": "the graph alone",
+        "beside_graph_us": "beside it",
+        "ahead_us": "each, the next begun ahead",
+    }
     for rank, adapters in dict.fromkeys((row["rank"], row["adapters"]) for row in found.rows):
         by_tokens = {r["tokens"]: r for r in found.rows if (r["rank"], r["adapters"]) == (rank, adapters)}
         for field, name in names.items():

@@ -23,7 +23,7 @@ from .memory import DeviceBuffer
 from .pool import EAGER_PLAN, GraphPool, Runnable, arena_memory
 from .program import Plan
 from .residency import ResidentLayer, router_matrix
-from .staging import Staging, routing_input
+from .staging import Arrival, Staging, routing_input
 from .streams import Events, Streams
 from .unfinalized import Unfinalized, read_unfinalized
 
@@ -74,7 +74,11 @@ class GraphEngine:
 
     ``add_layer`` takes the weights of each layer, then ``start`` captures; afterwards nothing is allocated, compiled
     or created. Raises ``DeviceUnavailableError``, ``ConfigurationError``, ``DriverError`` and ``CompileError``.
+
+    ``depth``: while one forward computes, the next is copied in and queued behind it.
     """
+
+    depth = 2
 
     def __init__(self, model: ModelSpec, options: GraphOptions | None = None, *, ordinal: int = 0) -> None:
         self._model = model
@@ -108,7 +112,13 @@ class GraphEngine:
         self._memory.fill(0, self._streams.main)
         for geometry in geometries:
             self._capture(geometry, self._memory, progress)
-            self._stagings[geometry] = Staging(geometry, self._options.eager_tokens)
+            self._stagings[geometry] = Staging(
+                geometry,
+                self._options.eager_tokens,
+                kept_tokens=self.batch_tokens,
+                depth=self.depth,
+                enter=self._device.make_current,
+            )
         self._kernels.seal()
         if self._slots:
             self._bank = SlotBank(self._slots, self._options.max_lora_rank, self._streams.copy)
@@ -135,30 +145,25 @@ class GraphEngine:
         return self._options.max_lora_rank
 
     @property
-    def depth(self) -> int:
-        """How many forwards may be begun before the first of them is waited for."""
-        return 1
-
-    @property
     def batch_tokens(self) -> int:
         """The decode limit: more tokens run eagerly."""
         return self._shapes[-1]
 
     def begin(self, batch: LayerBatch) -> Forward:
-        """Start a forward; see ``Engine.begin``."""
-        return Finished(self.forward(batch))
-
-    def forward(self, batch: LayerBatch) -> Tensor:
-        """The layer's output, bf16 ``[T, H]``; see ``Engine.forward``."""
+        """Start a forward; see ``Engine.begin``. One of more tokens than run at once is finished when this returns."""
         spec = self._model.layer(batch.layer)
         batch.check(spec, self.max_loras)
         if batch.num_tokens == 0:
-            return batch.hidden_states.new_empty(0, spec.hidden_size)
+            return Finished(batch.hidden_states.new_empty(0, spec.hidden_size))
         limit = self._options.eager_tokens
         if batch.num_tokens <= limit:
-            return self._forward(batch)
+            return self._begin(batch)
         parts = [batch.part(start, start + limit) for start in range(0, batch.num_tokens, limit)]
-        return torch.cat([self._forward(part) for part in parts])
+        return Finished(torch.cat([self._begin(part).result() for part in parts]))
+
+    def forward(self, batch: LayerBatch) -> Tensor:
+        """The layer's output, bf16 ``[T, H]``; see ``Engine.forward``."""
+        return self.begin(batch).result()
 
     def forward_unfinalized(self, batch: LayerBatch) -> Unfinalized:
         """The forward before its last step, for callers that combine expert outputs themselves.
@@ -172,14 +177,14 @@ class GraphEngine:
         self._streams.main.synchronize()
         return read_unfinalized(self._layers[batch.layer].geometry, batch, runnable)
 
-    def _forward(self, batch: LayerBatch) -> Tensor:
+    def _begin(self, batch: LayerBatch) -> Arrival:
         runnable = self._run(batch)
         staging = self._stagings[self._layers[batch.layer].geometry]
-        return staging.receive(batch.num_tokens, runnable.arena, self._streams.main)
+        return staging.begin_receive(batch.num_tokens, runnable.arena, self._streams.main)
 
     def _run(self, batch: LayerBatch) -> Runnable:
         layer = self._layers[batch.layer]
-        lora = batch.token_slots is not None and bool((batch.token_slots >= 0).any())
+        lora = batch.token_slots is not None and int(batch.token_slots.numpy().max()) >= 0
         runnable = self._pools[layer.geometry].runnable(batch.num_tokens, routing_input(batch), lora)
         staging, main = self._stagings[layer.geometry], self._streams.main
         staging.send(batch, layer.args, runnable.variant, runnable.arena, main)

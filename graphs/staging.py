@@ -1,6 +1,8 @@
-"""A forward's way onto the GPU and back: one pinned block in, one copy, one pinned block out."""
+"""A forward's way onto the GPU and back: one pinned block in, one copy each way, one pinned block out."""
 
 import ctypes
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,8 +13,9 @@ from .arena import Arena
 from .buffers import LAYER_ARGS, InputLayout, RoutingInput
 from .geometry import Geometry
 from .memory import PinnedBuffer, copy_to_device, copy_to_host
+from .outputs import OutputBlocks
 from .pool import Variant
-from .streams import Stream
+from .streams import Event, Stream
 
 NUM_TOKENS_OFFSET = LAYER_ARGS.fields["num_tokens"][1]  # type: ignore[index]
 """Where the head of an input block says how many tokens it has, in bytes."""
@@ -25,17 +28,52 @@ def routing_input(batch: LayerBatch) -> RoutingInput:
     return RoutingInput.GATE if batch.router_logits is None else RoutingInput.LOGITS
 
 
-class Staging:
-    """Pinned memory for the inputs and the output of the largest shape of one geometry.
+class Arrival:
+    """A forward that was put on a stream: ``result`` waits for its output. ``enter`` lets its thread use the device."""
 
-    Tensors go in and out as runs of bytes: nothing here costs time per token but the copies.
+    __slots__ = ("_done", "_enter", "_finish")
+
+    def __init__(self, done: Event, finish: Callable[[], Tensor], enter: Callable[[], None] | None) -> None:
+        self._done = done
+        self._finish = finish
+        self._enter = enter
+
+    def result(self) -> Tensor:
+        """The output, bf16 ``[num_tokens, H]`` on the host; call once, from any thread."""
+        if self._enter is not None:
+            self._enter()
+        self._done.synchronize()
+        return self._finish()
+
+
+class Staging:
+    """Pinned memory for the inputs and outputs of the largest shape of one geometry, ``depth`` forwards at a time.
+
+    Tensors go in and out as runs of bytes: nothing here costs time per token but the copies. Outputs of up to
+    ``kept_tokens`` tokens are not copied out of pinned memory, unless too many are held by who asked for them.
     """
 
-    def __init__(self, geometry: Geometry, max_tokens: int) -> None:
+    kept_blocks = 16
+    """Outputs that can be held at a time without a copy."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        max_tokens: int,
+        *,
+        kept_tokens: int = 0,
+        depth: int = 1,
+        enter: Callable[[], None] | None = None,
+    ) -> None:
         self.geometry = geometry
+        self._enter = enter
         in_bytes = max(InputLayout(geometry, max_tokens, routing).total_bytes for routing in RoutingInput)
-        self._input = PinnedBuffer(in_bytes)
-        self._output = PinnedBuffer(max(max_tokens * geometry.output_stride * 2, 2))
+        self._inputs = [PinnedBuffer(in_bytes) for _ in range(depth)]
+        self._outputs = [PinnedBuffer(max(max_tokens * geometry.output_stride * 2, 2)) for _ in range(depth)]
+        self._done = [Event(f"done {place}") for place in range(depth)]
+        row_bytes = geometry.output_stride * 2
+        self._kept = OutputBlocks(self.kept_blocks if kept_tokens else 0, max(kept_tokens, 1) * row_bytes)
+        self._place = 0
         self._hidden = torch.zeros(max_tokens, geometry.hidden_stride, dtype=torch.bfloat16)
         self._no_slots = torch.full((max_tokens,), -1, dtype=torch.int32)
         self._layouts: dict[tuple[int, RoutingInput], InputLayout] = {}
@@ -48,11 +86,16 @@ class Staging:
         arena: Arena,
         stream: Stream,
     ) -> None:
-        """Write ``batch`` behind the layer's ``head`` and start the one copy to the GPU."""
+        """Write ``batch`` behind the layer's ``head`` and start the one copy to the GPU.
+
+        The memory it goes through is that of the forward ``depth`` before, which must have been waited for.
+        """
         layout = self._layout(variant)
         tokens = batch.num_tokens
-        ctypes.memmove(self._input.pointer, head.ctypes.data, LAYER_ARGS.itemsize)
-        ctypes.c_int32.from_address(self._input.pointer + NUM_TOKENS_OFFSET).value = tokens
+        self._place = (self._place + 1) % len(self._inputs)
+        target = self._inputs[self._place].pointer
+        ctypes.memmove(target, head.ctypes.data, LAYER_ARGS.itemsize)
+        ctypes.c_int32.from_address(target + NUM_TOKENS_OFFSET).value = tokens
         slots = self._no_slots[:tokens] if batch.token_slots is None else batch.token_slots
         self._write(layout, "token_slots", slots)
         if variant.routing is RoutingInput.TOPK:
@@ -63,16 +106,32 @@ class Staging:
         elif batch.router_logits is not None:
             self._write(layout, "router_logits", batch.router_logits)
         self._write(layout, "hidden_states", self._padded(batch.hidden_states))
-        copy_to_device(arena.pointer("input"), self._input.pointer, layout.used_bytes(tokens), stream)
+        copy_to_device(arena.pointer("input"), target, layout.used_bytes(tokens), stream)
 
     def receive(self, num_tokens: int, arena: Arena, stream: Stream) -> Tensor:
-        """Start the copy back, wait for it, and return the output, bf16 ``[num_tokens, H]``, in memory of its own."""
+        """Start the copy back, wait for it, and return the output, bf16 ``[num_tokens, H]``."""
+        return self.begin_receive(num_tokens, arena, stream).result()
+
+    def begin_receive(self, num_tokens: int, arena: Arena, stream: Stream) -> Arrival:
+        """Start the copy back of the forward that was sent last."""
         stride, hidden = self.geometry.output_stride, self.geometry.hidden_size
         num_bytes = num_tokens * stride * 2
-        copy_to_host(self._output.pointer, arena.pointer("output"), num_bytes, stream)
+        done = self._done[self._place]
+        if stride == hidden and (block := self._kept.take(num_bytes)) is not None:
+            copy_to_host(ctypes.addressof(block), arena.pointer("output"), num_bytes, stream)
+            finish = partial(self._kept.view, block, num_tokens, stride)
+        else:
+            source = self._outputs[self._place].pointer
+            copy_to_host(source, arena.pointer("output"), num_bytes, stream)
+            finish = partial(self._copied, source, num_tokens)
+        done.record(stream)
+        return Arrival(done, finish, self._enter)
+
+    def _copied(self, source: int, num_tokens: int) -> Tensor:
+        """An output in memory of its own."""
+        stride, hidden = self.geometry.output_stride, self.geometry.hidden_size
         output = torch.empty(num_tokens, stride, dtype=torch.bfloat16)
-        stream.synchronize()
-        ctypes.memmove(output.data_ptr(), self._output.pointer, num_bytes)
+        ctypes.memmove(output.data_ptr(), source, output.nbytes)
         return output if stride == hidden else output[:, :hidden].clone()
 
     def _layout(self, variant: Variant) -> InputLayout:
@@ -91,9 +150,11 @@ class Staging:
 
     def _write(self, layout: InputLayout, name: str, tensor: Tensor) -> None:
         source = tensor.contiguous()
-        ctypes.memmove(self._input.pointer + layout.fields[name].offset, source.data_ptr(), source.nbytes)
+        target = self._inputs[self._place].pointer + layout.fields[name].offset
+        ctypes.memmove(target, source.data_ptr(), source.nbytes)
 
     def close(self) -> None:
         """Free the memory."""
-        self._input.close()
-        self._output.close()
+        buffers: list[PinnedBuffer | Event | OutputBlocks] = [*self._inputs, *self._outputs, *self._done, self._kept]
+        for owned in buffers:
+            owned.close()

@@ -117,6 +117,12 @@ class FakeDriver:
     def cuMemFreeHost(self, address):
         return self.cuMemFree(address)
 
+    def cuMemHostRegister(self, address, num_bytes, flags):
+        return ok()
+
+    def cuMemHostUnregister(self, address):
+        return ok()
+
     def cuMemcpyHtoD(self, target, source, num_bytes):
         ctypes.memmove(int(target), int(source), num_bytes)
         return ok()
@@ -161,6 +167,9 @@ class FakeDriver:
         return ok()
 
     def cuEventQuery(self, event):
+        return ok()
+
+    def cuEventSynchronize(self, event):
         return ok()
 
     def cuEventRecord(self, event, stream):

@@ -282,6 +282,7 @@ def test_host_rows(fake: BenchDriver, tmp_path: Path) -> None:
     assert kinds == [(1, 0, "fused"), (4, 0, "fused"), (1, 8, plan), (4, 8, plan)]
     for row in written["rows"]:
         assert row["p10_us"] <= row["us"] <= row["p90_us"]
+        assert row["ahead_us"] > 0
         assert row["beside_graph_us"] == pytest.approx(row["us"] - row["graph_us"], abs=0.02)
 
 

@@ -152,3 +152,21 @@ def test_what_is_left_unfinalized_is_the_same_by_hand(gpu: Gpu, name: str) -> No
             assert (down[rest] == 0).all()
         with pytest.raises(RequestError, match="1 to 40 tokens can stay unfinalized, got 41"):
             engine.forward_unfinalized(batch_of(layer.spec, 41, lora=False))
+
+
+def test_two_forwards_under_way_do_not_meet(gpu: Gpu) -> None:
+    """Each of many forwards, begun before the one ahead of it was waited for, gives what it gives alone."""
+    spec = SPECS["real"]
+    with opened_engine(
+        spec, gpu.layer(spec).weights, max_loras=0, decode_shapes=[1, 8, 64], max_decode_tokens=64
+    ) as engine:
+        batches = [batch_of(spec, tokens, lora=False) for tokens in (1, 64, 7, 33, 100, 8, 2, 64)]
+        wanted = [engine.forward(batch) for batch in batches]
+        outputs, ahead = [], engine.begin(batches[0])
+        for batch in [*batches[1:], *batches, *batches]:
+            behind = engine.begin(batch)
+            outputs.append(ahead.result())
+            ahead = behind
+        outputs.append(ahead.result())
+        assert len(outputs) > engine.depth + 16, "more than are kept without a copy"
+        assert all(same_bits(output, wanted[i % len(wanted)]) for i, output in enumerate(outputs))

@@ -1,0 +1,61 @@
+"""Outputs in pinned memory: handed out without a copy, held as long as anyone looks, then used again."""
+
+import ctypes
+import gc
+
+import pytest
+import torch
+
+from fake_driver import FakeDriver
+
+pytest.importorskip("cuda.bindings.driver")
+
+from moelet.graphs.outputs import OutputBlocks
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    return FakeDriver().install(monkeypatch)
+
+
+def filled(blocks: OutputBlocks, value: int) -> torch.Tensor:
+    block = blocks.take(blocks.num_bytes)
+    assert block is not None
+    ctypes.memset(block, value, blocks.num_bytes)
+    return blocks.view(block, 4, 8)
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_block_is_used_again_only_when_its_last_view_is_gone() -> None:
+    blocks = OutputBlocks(2, 64)
+    first, second = filled(blocks, 1), filled(blocks, 2)
+    assert blocks.take(64) is None
+    row = first[2]
+    del first
+    gc.collect()
+    assert blocks.take(64) is None, "a row of it is still looked at"
+    assert (row.view(torch.uint8) == 1).all()
+    del row
+    third = filled(blocks, 3)
+    assert (second.view(torch.uint8) == 2).all()
+    assert (third.view(torch.uint8) == 3).all()
+    blocks.close()
+
+
+@pytest.mark.usefixtures("fake")
+def test_what_does_not_fit_is_not_taken() -> None:
+    blocks = OutputBlocks(1, 64)
+    assert blocks.take(65) is None
+    assert OutputBlocks(0, 64).take(1) is None
+    blocks.close()
+
+
+def test_views_outlive_the_pinning(fake: FakeDriver) -> None:
+    blocks = OutputBlocks(1, 64)
+    view = filled(blocks, 7)
+    blocks.close()
+    blocks.close()
+    assert fake.calls.count("cuMemHostUnregister") == fake.calls.count("cuMemHostRegister") == 1
+    del blocks
+    gc.collect()
+    assert (view.view(torch.uint8) == 7).all()
