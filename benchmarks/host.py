@@ -2,8 +2,8 @@
 
 ``GraphEngine.forward`` is called over batches and layers in turn, so that L2 serves no weights, and timed by the
 host's clock around each call; beside it stands the time of the graph alone, measured as ``bench layer`` does under the
-plan that the engine chose. The difference is copies, launch and Python. ``ahead`` is the time for each when every call is
-begun before the one ahead of it is waited for, as the service does under load.
+plan that the engine chose. The difference is copies, launch and Python. ``ahead`` is the time for each when every call
+is begun before the one ahead of it is waited for, as the service does under load.
 """
 
 import argparse
