@@ -18,18 +18,32 @@ current_request_id: ContextVar[str] = ContextVar("request_id", default="")
 """The id of the request that the running task serves, for the log; empty outside of any."""
 
 
+class MadeIds:
+    """Ids of 32 hexadecimal digits: half of them drawn once, so that no two processes make the same, and a count."""
+
+    def __init__(self) -> None:
+        self._process = os.urandom(8).hex().encode()
+        self._count = int.from_bytes(os.urandom(4))
+
+    def new(self) -> bytes:
+        """One that was not made before."""
+        self._count += 1
+        return b"%s%016x" % (self._process, self._count)
+
+
 class RequestIdMiddleware:
     """Outermost layer of the application: a client's own id is kept if it is at most 128
     printable ASCII characters, else a new one is made."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
+        self._made = MadeIds()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request_id = sent_id(scope) or os.urandom(16).hex().encode()
+        request_id = sent_id(scope) or self._made.new()
         current_request_id.set(request_id.decode())
         started = time.perf_counter()
         status = 0

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from moelet.layer.errors import RequestError
 from moelet.service.call import Answer
 from moelet.service.v2.codec import bytes_of, read_inference, write_answer
+from moelet.service.v2.layout import LONGEST_REMEMBERED, remembering
 from v2_requests import HIDDEN, SPEC, TOPK, edited, read
 from v2_wire import json_request, request
 
@@ -34,9 +36,22 @@ def test_tensors_are_views_of_an_aligned_body() -> None:
     body, length = request({"hidden_states": HIDDEN})
     lead = -length % 2
     held = bytearray(lead) + bytearray(body)
-    got = read_inference(memoryview(held)[lead:], length, SPEC).call.batch.hidden_states
+    got = read_inference(memoryview(held)[lead:], length, SPEC, remembering(SPEC)).call.batch.hidden_states
     held[-2:] = np.array(7, ml_dtypes.bfloat16).tobytes()
     assert got[2, 5].item() == 7
+
+
+@pytest.mark.parametrize("padding", [0, LONGEST_REMEMBERED])
+def test_what_is_remembered_of_a_request_is_not_its_values(padding: int) -> None:
+    reader = remembering(SPEC)
+    for seed in (1, 2):
+        hidden = np.random.default_rng(seed).integers(-8, 8, (3, 6))
+        body, length = request({"hidden_states": hidden, "adapter": [f"a{seed}"] * 3}, id="x" * padding)
+        got = read_inference(memoryview(bytearray(body)), length, SPEC, reader)
+        assert got.call.batch.hidden_states.tolist() == hidden.tolist()
+        assert got.call.names == (f"a{seed}",)
+    with pytest.raises(RequestError, match="binary_data_size"):
+        read_inference(memoryview(bytearray(body[:-1])), length, SPEC, reader)
 
 
 @pytest.mark.parametrize("nested", [True, False])

@@ -14,12 +14,14 @@ from moelet.layer.spec import LayerSpec
 from moelet.service.call import Answer
 from moelet.service.errors import BodyTooLargeError
 from moelet.service.v2.bodies import expand
-from moelet.service.v2.codec import DATATYPES, read_inference, write_answer
+from moelet.service.v2.codec import read_inference, write_answer
 from moelet.service.v2.header import PARAMETERS, read_header_length
+from moelet.service.v2.layout import DATATYPES, remembering
 from mutations import changed_bytes, changed_json, little_memory
 from v2_wire import json_request, request
 
 SPEC = LayerSpec(index=4, hidden_size=3, intermediate_size=5, num_experts=4, top_k=2)
+READER = remembering(SPEC)
 HIDDEN = [[1.0, 2.0, 3.0], [0.5, -1.0, 0.25]]
 INPUTS: list[dict[str, Any]] = [
     {"hidden_states": HIDDEN},
@@ -44,7 +46,7 @@ def check(body: bytes, length: int | None) -> None:
     held = memoryview(bytearray(body))
     try:
         with little_memory(len(body)):
-            asked = read_inference(held, length, SPEC)
+            asked = read_inference(held, length, SPEC, READER)
     except RequestError:
         return
     batch, call = asked.call.batch, asked.call
@@ -62,7 +64,7 @@ def check(body: bytes, length: int | None) -> None:
 @pytest.mark.parametrize("pair", range(len(PAIRS)))
 def test_what_the_fuzzers_start_from_is_valid(pair: int) -> None:
     for body, length in (BINARY[pair], (PLAIN[pair], None)):
-        hidden = read_inference(memoryview(bytearray(body)), length, SPEC).call.batch.hidden_states
+        hidden = read_inference(memoryview(bytearray(body)), length, SPEC, READER).call.batch.hidden_states
         assert hidden.tolist() == HIDDEN
 
 

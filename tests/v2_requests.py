@@ -8,6 +8,7 @@ import numpy as np
 
 from moelet.layer.spec import LayerSpec
 from moelet.service.v2.codec import Inference, read_inference
+from moelet.service.v2.layout import remembering
 from v2_wire import request
 
 SPEC = LayerSpec(index=4, hidden_size=6, intermediate_size=5, num_experts=4, top_k=2)
@@ -17,7 +18,7 @@ TOPK = {"topk_ids": [[0, 3], [-1, 1], [2, 2]], "topk_weights": [[0.5, 0.1], [1, 
 
 def read(body: bytes, length: int | None) -> Inference:
     """``body`` through the codec, for ``SPEC``."""
-    return read_inference(memoryview(bytearray(body)), length, SPEC)
+    return read_inference(memoryview(bytearray(body)), length, SPEC, remembering(SPEC))
 
 
 def edited(edit: Callable[[dict[str, Any]], Any], inputs: dict[str, Any] | None = None, tail: bytes = b"") -> Inference:

@@ -1,6 +1,7 @@
 """The ASGI application of everything under ``/v2``: paths to handlers with no framework between."""
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 from starlette.exceptions import HTTPException
@@ -14,6 +15,10 @@ from .exchange import Handler, Incoming, send_reply
 from .inference import Inferences
 from .models import Models
 from .repository import Repository
+
+REMEMBERED = 512
+LONGEST_REMEMBERED = 200
+"""Paths whose routes are kept, and the characters of the longest of them."""
 
 
 class Route(NamedTuple):
@@ -76,16 +81,20 @@ def routes(service: MoeService, max_body_bytes: int) -> tuple[Route, ...]:
 
 
 class _Paths:
-    """Finds the route of a path among those with as many parts."""
+    """Finds the route of a path among those with as many parts, and remembers those that were asked for lately."""
 
     def __init__(self, served: Iterable[Route]) -> None:
         self._by_length: dict[int, list[tuple[list[str | None], dict[str, Handler]]]] = {}
         for route in served:
             parts = [None if part.startswith("{") else part for part in route.path.split("/")]
             self._by_length.setdefault(len(parts), []).append((parts, {route.method: route.handler}))
+        self._remembered = lru_cache(REMEMBERED)(self._find)
 
     def find(self, method: str, path: str) -> tuple[Handler, tuple[str, ...]]:
         """The handler, and the variable parts of ``path``. Raises ``HTTPException`` 404 and 405."""
+        return self._remembered(method, path) if len(path) <= LONGEST_REMEMBERED else self._find(method, path)
+
+    def _find(self, method: str, path: str) -> tuple[Handler, tuple[str, ...]]:
         parts = path.split("/")
         for wanted, handlers in self._by_length.get(len(parts), ()):
             names = _match(wanted, parts)

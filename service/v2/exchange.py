@@ -1,7 +1,6 @@
 """A request and its reply as the handlers under ``/v2`` see them: raw headers in, whole bodies out."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import orjson
@@ -14,8 +13,7 @@ OCTETS = (b"content-type", b"application/octet-stream")
 Header = tuple[bytes, bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class Incoming:
+class Incoming(NamedTuple):
     """A request whose path has matched: ``names`` are the variable parts of it, in order."""
 
     names: tuple[str, ...]

@@ -1,8 +1,7 @@
 """The JSON part of an inference request: every field's kind checked, no tensor looked at."""
 
 import re
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...layer.errors import RequestError
 from ..json_arrays import kind
@@ -18,8 +17,7 @@ MOST = 2**31 - 1
 """Of a dimension, and of the bytes of a tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class Input:
+class Input(NamedTuple):
     """One tensor as it is described: its values are ``size`` bytes behind the JSON, or ``data`` where that is None."""
 
     name: str
@@ -29,8 +27,7 @@ class Input:
     data: Any
 
 
-@dataclass(frozen=True, slots=True)
-class InferRequest:
+class InferRequest(NamedTuple):
     """What the JSON part asks for.
 
     ``binary``    the output goes as bytes behind the answer's JSON

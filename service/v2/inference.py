@@ -8,6 +8,7 @@ from .bodies import THREAD_BYTES, WINDOWS, Headers, compress, read_body
 from .codec import read_inference, write_answer
 from .exchange import JSON, OCTETS, Header, Incoming, Reply
 from .header import read_header_length
+from .layout import remembering
 from .models import Models
 
 TIMEOUT = HEADER.lower().encode()
@@ -20,6 +21,7 @@ class Inferences:
         self._service = service
         self._models = models
         self._max_body_bytes = max_body_bytes
+        self._layouts = {spec.index: remembering(spec) for spec in models.layers.values()}
 
     async def infer(self, incoming: Incoming) -> Reply:
         """Compute the layer that the path names over the tokens of the body."""
@@ -31,7 +33,7 @@ class Inferences:
             deadline = service.timeouts.from_header(_text(headers.get(TIMEOUT)))
             header_length = read_header_length(headers.get(b"inference-header-content-length"))
             body = await read_body(headers, incoming.receive, header_length or 0, self._max_body_bytes)
-            asked = read_inference(body, header_length, spec)
+            asked = read_inference(body, header_length, spec, self._layouts[spec.index])
             watch.num_tokens = asked.call.batch.num_tokens
             deadline = deadline.within(asked.request.timeout)
             answer = await service.forward_for_client(asked.call, deadline, incoming.receive)

@@ -7,9 +7,10 @@ from ...layer.errors import EngineFailedError, LayerNotServedError
 from ...layer.slots import AdapterVersion
 from ...layer.spec import LayerSpec, ranges
 from ..service import MoeService
-from .codec import ADAPTER, DATATYPES, MODEL_VERSION, widths_of
+from .codec import MODEL_VERSION
 from .exchange import Incoming, Reply, json_reply
 from .header import OUTPUT
+from .layout import ADAPTER, DATATYPES, widths_of
 
 PREFIX = "layers."
 EXTENSIONS = ["binary_tensor_data", "model_repository", "parameters"]
