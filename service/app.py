@@ -27,12 +27,12 @@ def create_app(service: MoeService, *, max_body_bytes: int, keys: Keys | None = 
     The middlewares are plain ASGI and lie around FastAPI, so that its own error answers carry the
     request id as well.
     """
-    app: ASGIApp = BodyLimitMiddleware(V2(routed(service), service, max_body_bytes), max_body_bytes)
+    app: ASGIApp = BodyLimitMiddleware(V2(routed(service, max_body_bytes), service, max_body_bytes), max_body_bytes)
     return RequestIdMiddleware(KeyMiddleware(app, keys) if keys else app)
 
 
-def routed(service: MoeService) -> FastAPI:
-    """The routes over ``service``, without the middlewares."""
+def routed(service: MoeService, max_body_bytes: int) -> FastAPI:
+    """The routes over ``service``, without the middlewares; bodies expand to ``max_body_bytes`` at most."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -42,6 +42,7 @@ def routed(service: MoeService) -> FastAPI:
 
     app = FastAPI(title="moelet", version=__version__, lifespan=lifespan, redirect_slashes=False, redoc_url=None)
     app.state.service = service
+    app.state.max_body_bytes = max_body_bytes
     install_error_handlers(app)
     app.add_route(forward.PATH, forward.forward, methods=["POST"])
     for part in (health, layers, adapters):

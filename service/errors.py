@@ -66,6 +66,7 @@ TYPES = {
     405: "MethodNotAllowedError",
     409: "ConflictError",
     413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
     504: "TimeoutError",

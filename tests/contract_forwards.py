@@ -1,5 +1,6 @@
 """The HTTP contract of forwards, for any engine."""
 
+import gzip
 import json
 import threading
 from collections.abc import Iterator
@@ -255,6 +256,18 @@ class ForwardContract(ContractFixtures):
             else:
                 assert_error(chunked, 413, "1 MiB")
         assert_error(service.client.post("/v1/layers/1/forward", content=b" " * MAX_BODY_BYTES), 400)
+
+    @pytest.mark.parametrize("path", ["/v1/layers/1/forward", "/v1/load_lora_adapter"])
+    def test_bodies_may_be_compressed(self, service: RunningService, path: str) -> None:
+        body = {"hidden_states": HIDDEN_2} if "forward" in path else {"lora_name": "a", "lora_path": "good"}
+
+        def post(content: bytes, coding: str = "gzip") -> httpx.Response:
+            return service.client.post(path, content=content, headers={"Content-Encoding": coding})
+
+        assert post(gzip.compress(json.dumps(body).encode())).status_code == 200
+        assert_error(post(gzip.compress(b" " * (MAX_BODY_BYTES + 1))), 413, "1 MiB")
+        assert_error(post(b"{}"), 400, "gzip")
+        assert_error(post(b"{}", "br"), 415, "gzip or deflate", "br")
 
     def test_a_failing_forward_takes_no_other_down(self, service: RunningService) -> None:
         service.load("a", "good")

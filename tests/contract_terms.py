@@ -18,8 +18,8 @@ def assert_error(answer: httpx.Response, status: int, *words: str, param: str | 
     assert set(error) == {"message", "type", "param", "code"}
     assert error["code"] == status
     types = {400: "BadRequestError", 403: "PermissionDeniedError", 404: "NotFoundError", 409: "ConflictError"}
-    types |= {405: "MethodNotAllowedError", 413: "RequestTooLargeError", 500: "InternalServerError"}
-    types |= {503: "ServiceUnavailableError", 504: "TimeoutError"}
+    types |= {405: "MethodNotAllowedError", 413: "RequestTooLargeError", 415: "UnsupportedMediaTypeError"}
+    types |= {500: "InternalServerError", 503: "ServiceUnavailableError", 504: "TimeoutError"}
     assert error["type"] == types[status]
     assert all(word in error["message"] for word in words), error["message"]
     if param is not None:

@@ -17,7 +17,7 @@ from moelet.service.app import routed
 from moelet.service.keys import Keys, Right
 from moelet.service.v2.app import routes as v2_routes
 from raw_http import answers, spoken
-from running_service import OpenEngine, RunningService, hidden_states, running, write_bad_adapters
+from running_service import MAX_BODY_BYTES, OpenEngine, RunningService, hidden_states, running, write_bad_adapters
 
 USER, OLD_USER, ADMIN = "user-key", "older-user-key", "admin-key"
 FORWARD = "/v1/layers/1/forward"
@@ -76,7 +76,7 @@ def assert_refused(answer: httpx.Response, status: int) -> None:
 
 def routes_of(service: RunningService) -> set[tuple[str, str]]:
     """Every (method, path) that the application routes, those that it does not describe included."""
-    app = routed(service.service)
+    app = routed(service.service, MAX_BODY_BYTES)
     described = {(method.upper(), path) for path, item in app.openapi()["paths"].items() for method in item}
     of_v2 = {(route.method, route.path) for route in v2_routes(service.service, 1)}
     plain = {(method, r.path) for r in app.routes if isinstance(r, Route) for method in r.methods or ()}

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from moelet.layer.errors import RequestError
 from moelet.layer.spec import LayerSpec
 from moelet.service.call import Answer
+from moelet.service.compression import expand
 from moelet.service.errors import BodyTooLargeError
-from moelet.service.v2.bodies import expand
 from moelet.service.v2.codec import read_inference, write_answer
 from moelet.service.v2.header import PARAMETERS, read_header_length
 from moelet.service.v2.layout import DATATYPES, remembering

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
+from ..compression import expanded
 from ..errors import request_error
 from ..schemas import ErrorBody
 from ..service import MoeService
@@ -20,10 +21,17 @@ def service_of(request: Request) -> MoeService:
     return service
 
 
+async def read_bytes(request: Request) -> bytes:
+    """The whole body, expanded. Raises as ``compression.expanded`` does."""
+    coding = request.headers.get("content-encoding", "identity").encode("latin-1")
+    return bytes(await expanded(await request.body(), coding, request.app.state.max_body_bytes))
+
+
 async def read_body(request: Request, kind: type[Body]) -> Body:
-    """The JSON body as a ``kind``, whatever content type it came with. Raises ``RequestError``."""
+    """The JSON body as a ``kind``, whatever content type it came with. Raises as ``read_bytes`` does, and
+    ``RequestError``."""
     try:
-        return kind.model_validate_json(await request.body())
+        return kind.model_validate_json(await read_bytes(request))
     except ValidationError as error:
         raise request_error(error) from None
 

@@ -19,7 +19,7 @@ Timeout = Annotated[float, Query(ge=0, le=600, description="how long to wait for
 @router.post(
     "/v1/load_lora_adapter",
     response_class=PlainTextResponse,
-    responses=errors(400, 403, 404, 409, 503),
+    responses=errors(400, 403, 404, 409, 413, 415, 503),
     openapi_extra=takes(LoadLoraAdapter),
 )
 async def load_lora_adapter(request: Request) -> PlainTextResponse:
@@ -37,7 +37,7 @@ async def load_lora_adapter(request: Request) -> PlainTextResponse:
 @router.post(
     "/v1/unload_lora_adapter",
     response_class=PlainTextResponse,
-    responses=errors(400, 404, 409, 503),
+    responses=errors(400, 404, 409, 413, 415, 503),
     openapi_extra=takes(UnloadLoraAdapter),
 )
 async def unload_lora_adapter(request: Request) -> PlainTextResponse:
@@ -66,7 +66,7 @@ async def get_adapter(request: Request, name: str) -> AdapterRecord:
 
 @router.put(
     "/v1/adapters/{name}",
-    responses={201: {"model": AdapterRecord}, **errors(400, 403, 404, 409, 503)},
+    responses={201: {"model": AdapterRecord}, **errors(400, 403, 404, 409, 413, 415, 503)},
     openapi_extra=takes(PutAdapter),
 )
 async def put_adapter(request: Request, response: Response, name: str) -> AdapterRecord:

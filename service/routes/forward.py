@@ -8,7 +8,7 @@ from starlette.responses import Response
 from ..deadline import HEADER
 from ..forward_json import parse_forward, render_forward
 from ..schemas import ErrorBody, ForwardAnswer, ForwardRequest
-from .access import service_of, takes
+from .access import read_bytes, service_of, takes
 
 PATH = "/v1/layers/{layer}/forward"
 
@@ -21,7 +21,7 @@ async def forward(request: Request) -> Response:
         watch.layer = str(spec.index)
         service.check_admission()
         deadline = service.timeouts.from_header(request.headers.get(HEADER))
-        call = parse_forward(await request.body(), spec)
+        call = parse_forward(await read_bytes(request), spec)
         watch.num_tokens = call.batch.num_tokens
         body = render_forward(await service.forward_for_client(call, deadline, request.receive))
     return Response(body, media_type="application/json")
@@ -34,7 +34,12 @@ def describe() -> dict[str, Any]:
         schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
         return {"description": text, "content": {"application/json": {"schema": schema}}}
 
-    failures = {400: "Malformed or contradictory", 404: "No such layer or adapter", 413: "Body too large"}
+    failures = {
+        400: "Malformed or contradictory",
+        404: "No such layer or adapter",
+        413: "Body too large",
+        415: "Unknown compression",
+    }
     failures |= {500: "The engine failed this call", 503: "No work is taken now", 504: "Past its deadline"}
     return {
         "post": {

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from ..deadline import HEADER as TIMEOUT
+
 Json = dict[str, Any]
 
 TEXT: Json = {"type": "string"}
@@ -135,14 +137,17 @@ def _post(summary: str, answer: str, body: str, *errors: int) -> Json:
 
 
 def _infer() -> Json:
-    item = _post("Forward", "V2InferResponse", "V2InferRequest", 400, 404, 413, 415, 500, 503)
+    item = _post("Forward", "V2InferResponse", "V2InferRequest", 400, 404, 413, 415, 500, 503, 504)
     operation: Json = item["post"]
     octets: Json = {"schema": {**TEXT, "format": "binary"}}
     operation["description"] = INFER
     operation["requestBody"]["required"] = True
     operation["requestBody"]["content"]["application/octet-stream"] = octets
     operation["responses"]["200"]["content"]["application/octet-stream"] = octets
-    operation["parameters"] = [{"name": "Inference-Header-Content-Length", "in": "header", "schema": COUNT}]
+    operation["parameters"] = [
+        {"name": "Inference-Header-Content-Length", "in": "header", "schema": COUNT},
+        {"name": TIMEOUT, "in": "header", "schema": {"type": "number", "exclusiveMinimum": 0}},
+    ]
     return item
 
 

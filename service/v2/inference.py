@@ -1,10 +1,9 @@
 """``POST /v2/models/{model}/infer``: one forward of one layer, from the raw request to the raw reply."""
 
-import asyncio
-
+from ..compression import WINDOWS, compressed
 from ..deadline import HEADER
 from ..service import MoeService
-from .bodies import THREAD_BYTES, WINDOWS, Headers, compress, read_body
+from .bodies import Headers, read_body
 from .codec import read_inference, write_answer
 from .exchange import JSON, OCTETS, Header, Incoming, Reply
 from .header import read_header_length
@@ -54,8 +53,4 @@ async def _reply(pieces: list[bytes | memoryview], json_length: int | None, head
     coding = headers.get(b"accept-encoding", b"")
     if coding not in WINDOWS:
         return Reply(pieces, described)
-    if sum(map(len, pieces)) > THREAD_BYTES:
-        compressed = await asyncio.to_thread(compress, pieces, coding)
-    else:
-        compressed = compress(pieces, coding)
-    return Reply([compressed], (*described, (b"content-encoding", coding)))
+    return Reply([await compressed(pieces, coding)], (*described, (b"content-encoding", coding)))
