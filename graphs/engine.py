@@ -94,6 +94,7 @@ class GraphEngine:
         self._stagings: dict[Geometry, Staging] = {}
         self._memory: DeviceBuffer | None = None
         self._bank: SlotBank | None = None
+        self._latest: Arrival | None = None
 
     def add_layer(self, index: int, weights: LayerWeights) -> None:
         """Pack one layer onto the GPU and make its adapter slots."""
@@ -118,6 +119,7 @@ class GraphEngine:
                 kept_tokens=self.batch_tokens,
                 depth=self.depth,
                 enter=self._device.make_current,
+                streams=self._streams,
             )
         self._kernels.seal()
         if self._slots:
@@ -178,16 +180,17 @@ class GraphEngine:
         return read_unfinalized(self._layers[batch.layer].geometry, batch, runnable)
 
     def _begin(self, batch: LayerBatch) -> Arrival:
-        runnable = self._run(batch)
+        runnable = self._run(batch, beside=self._latest is not None and self._latest.under_way)
         staging = self._stagings[self._layers[batch.layer].geometry]
-        return staging.begin_receive(batch.num_tokens, runnable.arena, self._streams.main)
+        self._latest = staging.begin_receive(batch.num_tokens, runnable.arena, self._streams.main)
+        return self._latest
 
-    def _run(self, batch: LayerBatch) -> Runnable:
+    def _run(self, batch: LayerBatch, *, beside: bool = False) -> Runnable:
         layer = self._layers[batch.layer]
         lora = batch.token_slots is not None and int(batch.token_slots.numpy().max()) >= 0
         runnable = self._pools[layer.geometry].runnable(batch.num_tokens, routing_input(batch), lora)
         staging, main = self._stagings[layer.geometry], self._streams.main
-        staging.send(batch, layer.args, runnable.variant, runnable.arena, main)
+        staging.send(batch, layer.args, runnable.variant, runnable.arena, main, beside=beside)
         runnable.run(main)
         return runnable
 

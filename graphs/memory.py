@@ -124,6 +124,11 @@ def copy_to_host(target: int, source: int, num_bytes: int, stream: Stream, work:
     _issue(stream, work, driver.cuMemcpyDtoHAsync, target, source, num_bytes, stream.handle)
 
 
+def copy_on_device(target: int, source: int, num_bytes: int, stream: Stream, work: Work | None = None) -> None:
+    """Copy device memory to device memory, in stream order; ``work`` as for ``copy_to_device``."""
+    _issue(stream, work, driver.cuMemcpyDtoDAsync, target, source, num_bytes, stream.handle)
+
+
 def fill(target: int, byte: int, num_bytes: int, stream: Stream, work: Work | None = None) -> None:
     """Set ``num_bytes`` bytes of device memory, in stream order; ``work`` as for ``copy_to_device``."""
     _issue(stream, work, driver.cuMemsetD8Async, target, byte, num_bytes, stream.handle)

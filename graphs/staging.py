@@ -11,11 +11,12 @@ from torch import Tensor
 from ..layer.engine import LayerBatch
 from .arena import Arena
 from .buffers import LAYER_ARGS, InputLayout, RoutingInput
+from .detour import Detour
 from .geometry import Geometry
 from .memory import PinnedBuffer, copy_to_device, copy_to_host
 from .outputs import OutputBlocks
 from .pool import Variant
-from .streams import Event, Stream
+from .streams import Event, Stream, Streams
 
 NUM_TOKENS_OFFSET = LAYER_ARGS.fields["num_tokens"][1]  # type: ignore[index]
 """Where the head of an input block says how many tokens it has, in bytes."""
@@ -31,18 +32,20 @@ def routing_input(batch: LayerBatch) -> RoutingInput:
 class Arrival:
     """A forward that was put on a stream: ``result`` waits for its output. ``enter`` lets its thread use the device."""
 
-    __slots__ = ("_done", "_enter", "_finish")
+    __slots__ = ("_done", "_enter", "_finish", "under_way")
 
     def __init__(self, done: Event, finish: Callable[[], Tensor], enter: Callable[[], None] | None) -> None:
         self._done = done
         self._finish = finish
         self._enter = enter
+        self.under_way = True
 
     def result(self) -> Tensor:
         """The output, bf16 ``[num_tokens, H]`` on the host; call once, from any thread."""
         if self._enter is not None:
             self._enter()
         self._done.synchronize()
+        self.under_way = False
         return self._finish()
 
 
@@ -64,6 +67,7 @@ class Staging:
         kept_tokens: int = 0,
         depth: int = 1,
         enter: Callable[[], None] | None = None,
+        streams: Streams | None = None,
     ) -> None:
         self.geometry = geometry
         self._enter = enter
@@ -73,7 +77,12 @@ class Staging:
         self._done = [Event(f"done {place}") for place in range(depth)]
         row_bytes = geometry.output_stride * 2
         self._kept = OutputBlocks(self.kept_blocks if kept_tokens else 0, max(kept_tokens, 1) * row_bytes)
+        self._detour: Detour | None = None
+        if streams is not None:
+            crossing = max(InputLayout(geometry, kept_tokens, routing).total_bytes for routing in RoutingInput)
+            self._detour = Detour(depth, crossing, kept_tokens * row_bytes, streams)
         self._place = 0
+        self._crosses = False  # the forward that was sent last
         self._hidden = torch.zeros(max_tokens, geometry.hidden_stride, dtype=torch.bfloat16)
         self._no_slots = torch.full((max_tokens,), -1, dtype=torch.int32)
         self._layouts: dict[tuple[int, RoutingInput], InputLayout] = {}
@@ -85,8 +94,11 @@ class Staging:
         variant: Variant,
         arena: Arena,
         stream: Stream,
+        *,
+        beside: bool = False,
     ) -> None:
-        """Write ``batch`` behind the layer's ``head`` and start the one copy to the GPU.
+        """Write ``batch`` behind the layer's ``head`` and start the one copy to the GPU; ``beside``: a forward computes
+        meanwhile.
 
         The memory it goes through is that of the forward ``depth`` before, which must have been waited for.
         """
@@ -106,7 +118,12 @@ class Staging:
         elif batch.router_logits is not None:
             self._write(layout, "router_logits", batch.router_logits)
         self._write(layout, "hidden_states", self._padded(batch.hidden_states))
-        copy_to_device(arena.pointer("input"), target, layout.used_bytes(tokens), stream)
+        in_bytes, out_bytes = layout.used_bytes(tokens), tokens * self.geometry.output_stride * 2
+        self._crosses = beside and self._detour is not None and self._detour.holds(in_bytes, out_bytes)
+        if self._crosses and self._detour is not None:
+            self._detour.bring(self._place, arena.pointer("input"), target, in_bytes)
+        else:
+            copy_to_device(arena.pointer("input"), target, in_bytes, stream)
 
     def receive(self, num_tokens: int, arena: Arena, stream: Stream) -> Tensor:
         """Start the copy back, wait for it, and return the output, bf16 ``[num_tokens, H]``."""
@@ -118,12 +135,15 @@ class Staging:
         num_bytes = num_tokens * stride * 2
         done = self._done[self._place]
         if stride == hidden and (block := self._kept.take(num_bytes)) is not None:
-            copy_to_host(ctypes.addressof(block), arena.pointer("output"), num_bytes, stream)
+            target = ctypes.addressof(block)
             finish = partial(self._kept.view, block, num_tokens, stride)
         else:
-            source = self._outputs[self._place].pointer
-            copy_to_host(source, arena.pointer("output"), num_bytes, stream)
-            finish = partial(self._copied, source, num_tokens)
+            target = self._outputs[self._place].pointer
+            finish = partial(self._copied, target, num_tokens)
+        if self._crosses and self._detour is not None:
+            stream = self._detour.take(self._place, target, arena.pointer("output"), num_bytes)
+        else:
+            copy_to_host(target, arena.pointer("output"), num_bytes, stream)
         done.record(stream)
         return Arrival(done, finish, self._enter)
 
@@ -155,6 +175,8 @@ class Staging:
 
     def close(self) -> None:
         """Free the memory."""
-        buffers: list[PinnedBuffer | Event | OutputBlocks] = [*self._inputs, *self._outputs, *self._done, self._kept]
-        for owned in buffers:
-            owned.close()
+        owned: list[PinnedBuffer | Event | OutputBlocks] = [*self._inputs, *self._outputs, *self._done, self._kept]
+        for one in owned:
+            one.close()
+        if self._detour is not None:
+            self._detour.close()

@@ -88,18 +88,24 @@ class Event:
 
 
 class Streams:
-    """The main, side and copy stream of one engine, and ``close`` for all of them."""
+    """The streams of one engine, by name, and ``close`` for all of them.
+
+    ``main`` and ``side`` compute, ``copy`` brings adapters; ``inbound`` and ``outbound`` bring inputs and take outputs
+    of forwards that are begun while another computes.
+    """
 
     def __init__(self) -> None:
         self.main = Stream("main")
         self.side = Stream("side")
         self.copy = Stream("copy")
+        self.inbound = Stream("inbound")
+        self.outbound = Stream("outbound")
 
     def __iter__(self) -> Iterator[Stream]:
-        return iter((self.main, self.side, self.copy))
+        return iter(vars(self).values())
 
     def synchronize(self) -> None:
-        """Wait on the host for all three."""
+        """Wait on the host for all of them."""
         for stream in self:
             stream.synchronize()
 

@@ -135,6 +135,7 @@ class FakeDriver:
         return ok()
 
     cuMemcpyDtoHAsync = cuMemcpyHtoDAsync
+    cuMemcpyDtoDAsync = cuMemcpyHtoDAsync
 
     def cuMemsetD8Async(self, target, byte, num_bytes, stream):
         if not self.captured(stream, "MEMSET"):
