@@ -145,8 +145,8 @@ def test_without_the_bindings_opening_a_device_says_so(monkeypatch: pytest.Monke
 
 def test_streams_and_events_are_made_once_and_closed_once(fake: FakeDriver) -> None:
     streams, events = Streams(), Events()
-    assert [stream.name for stream in streams] == ["main", "side", "copy"]
-    assert len({int(stream) for stream in streams}) == 3
+    assert [stream.name for stream in streams] == ["main", "side", "copy", "inbound", "outbound"]
+    assert len({int(stream) for stream in streams}) == 5
     names = [event.name for event in events]
     assert {"lora_ready", "gemm2_done"} <= set(names)
     assert all(getattr(events, name).name == name for name in names)
