@@ -62,6 +62,6 @@ WORKDIR /tmp
 EXPOSE 8000
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
-  CMD ["python3", "-IS", "-c", "import http.client, os, sys; c = http.client.HTTPConnection('127.0.0.1', int(os.environ['MOELET_PORT']), timeout=3); c.request('GET', '/health'); sys.exit(c.getresponse().status != 200)"]
+  CMD ["python3", "-m", "moelet.service.probe", "/health"]
 ENTRYPOINT ["moelet"]
 CMD ["serve", "--demo"]

@@ -75,7 +75,10 @@ def configuration(image: dict[str, Any]) -> str:
 
 def contents(store: Store, image: str, base: str) -> str:
     """All that was added lies in one folder, belongs to root, and holds no build tool, cache or secret."""
-    inside, before = files_below(store.mounted(image)), files_below(store.mounted(base))
+    with store.mounted(image) as folder:
+        inside = files_below(folder)
+    with store.mounted(base) as folder:
+        before = files_below(folder)
     added = {path: inside[path] for path in inside.keys() - before.keys()}
     strays = sorted(path for path in added if not path.startswith(HOME + "/"))
     require(not strays, f"everything should be below /{HOME}, found {strays[:5]}")
@@ -98,9 +101,10 @@ def is_open(file: os.stat_result) -> bool:
 
 def kernels(store: Store, image: str) -> str:
     """The kernels are in the image, compiled."""
-    cubins = list((store.mounted(image) / HOME / "cubins").glob("*.cubin"))
+    with store.mounted(image) as folder:
+        cubins = {path.name: path.read_bytes()[:4] for path in (folder / HOME / "cubins").glob("*.cubin")}
     require(len(cubins) > 10, f"there should be a cubin for each kernel, found {len(cubins)}")
-    broken = [path.name for path in cubins if path.read_bytes()[:4] != b"\x7fELF"]
+    broken = [name for name, beginning in cubins.items() if beginning != b"\x7fELF"]
     require(not broken, f"cubins should be ELF files, these are not: {broken[:3]}")
     return f"{len(cubins)} cubins"
 

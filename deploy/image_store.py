@@ -6,7 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,11 @@ class Store:
         found: dict[str, Any] = json.loads(self.run("podman", "image", "inspect", image).stdout)[0]
         return found
 
-    def mounted(self, image: str) -> Path:
+    @contextmanager
+    def mounted(self, image: str) -> Iterator[Path]:
         """The files of an image, in a folder to look at."""
-        return Path(self.run("podman", "image", "mount", image).stdout.strip())
+        yield Path(self.run("podman", "image", "mount", image).stdout.strip())
+        self.run("podman", "image", "unmount", image)
 
     def base(self, wanted: str) -> str:
         """``wanted`` where it can be had, else a stand-in made of Debian's packages."""

@@ -5,7 +5,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ CUBIN = b"\x7fELF" + bytes(8)
 class Folders:
     """Stands for a store: an image is a folder."""
 
-    def mounted(self, image: str) -> Path:
-        return Path(image)
+    @contextmanager
+    def mounted(self, image: str) -> Iterator[Path]:
+        yield Path(image)
 
 
 class Images:
