@@ -1,5 +1,6 @@
 """What an image of the service must be and do: each check is one function that says what it saw, or raises."""
 
+import hashlib
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from served_image import PORT, Served
 
 HOME = "opt/moelet"
 OWNER_ID, USER_ID = 0, 10001
+FEWEST_FILES = 1000
 BUILD_TOOLS = {
     "cc",
     "gcc",
@@ -82,7 +84,7 @@ def contents(store: Store, image: str, base: str) -> str:
     added = {path: inside[path] for path in inside.keys() - before.keys()}
     strays = sorted(path for path in added if not path.startswith(HOME + "/"))
     require(not strays, f"everything should be below /{HOME}, found {strays[:5]}")
-    require(len(added) > 1000, f"the image should hold the service, found {len(added)} files")
+    require(len(added) > FEWEST_FILES, f"the image should hold the service, found {len(added)} files")
     writable = [path for path, file in added.items() if not stat.S_ISLNK(file.st_mode) and is_open(file)]
     require(not writable, f"nothing should be writable but by root, found {writable[:5]}")
     leftovers = [path for path in added if path.endswith((".whl", ".o")) or "/pip/" in path or "/.cache/" in path]
@@ -92,6 +94,24 @@ def contents(store: Store, image: str, base: str) -> str:
     secrets = [path for path in added if SECRET.search(path)]
     require(not secrets, f"no file should look like a secret, found {secrets[:5]}")
     return f"{len(added)} files, all below /{HOME}, {sum(file.st_size for file in added.values()) / 1e6:.0f} MB"
+
+
+def same_files(store: Store, image: str, again: str) -> str:
+    """Two builds hold the same files, byte for byte."""
+    first, second = digests(store, image), digests(store, again)
+    changed = sorted(path for path in first.keys() | second.keys() if first.get(path) != second.get(path))
+    require(not changed, f"{len(changed)} of {len(first)} files differ between two builds: {changed[:5]}")
+    return f"{len(first)} files, the same bytes in a second build from nothing"
+
+
+def digests(store: Store, image: str) -> dict[str, str]:
+    """A hash of every file that an image adds, or where it links to."""
+    with store.mounted(image) as folder:
+        found = {}
+        for path in (path for path in (folder / HOME).rglob("*") if path.is_symlink() or path.is_file()):
+            value = str(path.readlink()) if path.is_symlink() else hashlib.sha256(path.read_bytes()).hexdigest()
+            found[str(path.relative_to(folder))] = value
+        return found
 
 
 def is_open(file: os.stat_result) -> bool:

@@ -12,7 +12,7 @@ import image_checks as checks
 from image_store import ImageError, Store, check_tools
 from served_image import HARDENED, LIMITS, served
 
-TAG = "localhost/moelet:check"
+TAG, AGAIN = "localhost/moelet:check", "localhost/moelet:again"
 TEMPORARY = ("--tmpfs", "/tmp:rw,noexec,nosuid,nodev,size=256m")
 
 
@@ -25,6 +25,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--torch", default="", help="the torch requirement (the Dockerfile's own)")
     parser.add_argument("--folder", type=Path, default=Path("/var/tmp/moelet-image"), help="where images are kept")
     parser.add_argument("--anew", action="store_true", help="take no layer from an earlier build")
+    parser.add_argument("--twice", action="store_true", help="build a second time from nothing, and compare every file")
     return parser.parse_args()
 
 
@@ -56,6 +57,9 @@ def built(store: Store, wanted: argparse.Namespace, table: Table) -> str:
     store.build(TAG, arguments, store.folder / "build.log", anew=wanted.anew)
     seconds, megabytes = time.monotonic() - began, store.inspect(TAG)["Size"] / 1e6
     table.line("build", "ok", f"{seconds:.0f} s, image of {megabytes:.0f} MB, log in {store.folder / 'build.log'}")
+    if wanted.twice:
+        store.build(AGAIN, arguments, store.folder / "again.log", anew=True)
+        table.check("the same again", partial(checks.same_files, store, TAG, AGAIN))
     return base
 
 

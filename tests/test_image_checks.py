@@ -43,7 +43,7 @@ class Images:
         self.base, self.image = folder / "base", folder / "image"
         for root in (self.base, self.image):
             self.write(root, "usr/bin/python3", b"")
-        for number in range(1100):
+        for number in range(20):
             self.write(self.image, f"opt/moelet/lib/{number}.py", b"")
         for number in range(12):
             self.write(self.image, f"opt/moelet/cubins/{number}.cubin", CUBIN)
@@ -64,11 +64,12 @@ class Images:
 @pytest.fixture
 def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Images:
     monkeypatch.setattr(image_checks, "OWNER_ID", os.getuid())
+    monkeypatch.setattr(image_checks, "FEWEST_FILES", 30)
     return Images(tmp_path)
 
 
 def test_good_images_pass(images: Images) -> None:
-    assert "1112 files" in images.contents()
+    assert "32 files" in images.contents()
     assert images.kernels() == "12 cubins"
     assert image_checks.configuration(GOOD).startswith("user 10001")
 
@@ -94,11 +95,26 @@ def test_a_file_that_should_not_be_there_is_found(images: Images, name: str, mod
         images.contents()
 
 
+def test_an_image_without_the_service_is_found(images: Images) -> None:
+    for number in range(3):
+        (images.image / f"opt/moelet/lib/{number}.py").unlink()
+    with pytest.raises(CheckError, match="found 29 files"):
+        images.contents()
+
+
 def test_a_build_tool_of_the_base_is_found(images: Images) -> None:
     for root in (images.base, images.image):
         images.write(root, "usr/bin/make", b"", 0o755)
     with pytest.raises(CheckError, match="build tool"):
         images.contents()
+
+
+def test_a_build_that_differs_is_found(images: Images) -> None:
+    first, second = str(images.image), str(images.base)
+    images.write(images.base, "opt/moelet/lib/0.py", b"")
+    with pytest.raises(CheckError, match="differ"):
+        image_checks.same_files(Folders(), first, second)  # type: ignore[arg-type]
+    assert "the same bytes" in image_checks.same_files(Folders(), first, first)  # type: ignore[arg-type]
 
 
 def test_missing_and_broken_kernels_are_found(images: Images) -> None:
