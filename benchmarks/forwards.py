@@ -10,8 +10,9 @@ from moelet.graphs.adapters import AdapterSlots, SlotBank
 from moelet.graphs.arena import Arena
 from moelet.graphs.buffers import RoutingInput
 from moelet.graphs.capture import CapturedGraph, capture
-from moelet.graphs.engine import DEFAULT_PLAN, MAX_EAGER_TOKENS, GraphOptions
+from moelet.graphs.engine import MAX_EAGER_TOKENS, GraphOptions
 from moelet.graphs.geometry import Geometry
+from moelet.graphs.plan_choice import choose
 from moelet.graphs.pool import EAGER_PLAN, GraphPool, Variant
 from moelet.graphs.program import Plan, Program
 from moelet.graphs.residency import ResidentLayer
@@ -38,9 +39,9 @@ def forwards_per_graph(spec: LayerSpec, num_tokens: int) -> int:
     return count
 
 
-def engine_plan(num_tokens: int) -> Plan:
+def engine_plan(gpu: str, geometry: Geometry, num_tokens: int) -> Plan:
     """The plan that an engine with default options runs a LoRA batch of ``num_tokens`` under."""
-    return DEFAULT_PLAN if num_tokens <= GraphOptions().max_decode_tokens else EAGER_PLAN
+    return choose(gpu, geometry, num_tokens).plan if num_tokens <= GraphOptions().max_decode_tokens else EAGER_PLAN
 
 
 class WeightSet:

@@ -44,12 +44,12 @@ def workloads(chosen: argparse.Namespace, rank: int, *, shared_outer: bool) -> I
                 yield replace(work, adapters=adapters)
 
 
-def plans(chosen: argparse.Namespace, workload: Workload) -> list[Plan]:
-    """The plans to measure ``workload`` under; without LoRA there is but one."""
+def plans(chosen: argparse.Namespace, workload: Workload, auto: Plan) -> list[Plan]:
+    """The plans to measure ``workload`` under; without LoRA there is but one. ``auto`` is what an engine takes."""
     if not workload.lora:
         return [Plan.FUSED]
     if chosen.plan == "auto":
-        return [engine_plan(workload.num_tokens)]
+        return [auto]
     return list(Plan) if chosen.plan == "all" else [Plan(chosen.plan)]
 
 
@@ -107,7 +107,8 @@ class LayerMeasurement:
         checked = range(min(CHECKED, count) if self._chosen.check else 0)
         truths = [sets[i % len(sets)].exact_output(batches[i]) for i in checked]
         cost = costs(self._spec, workload, batches)
-        for plan in plans(self._chosen, workload):
+        auto = engine_plan(self._rig.device.name, self._geometry, workload.num_tokens)
+        for plan in plans(self._chosen, workload, auto):
             row = self._measured(Forwards(self._rig, self._geometry, workload, plan, sets, batches), workload, truths)
             if not workload.lora:
                 self._base_us[workload.num_tokens] = row["us"]

@@ -1,4 +1,5 @@
-"""Rewrites the marked regions of README.md and benchmarks/README.md from the newest results.
+"""Rewrites the marked regions of README.md and benchmarks/README.md, and the engine's table of plans, from the newest
+results.
 
 A region stands between ``<!-- bench:start NAME -->`` and ``<!-- bench:end -->``. NAME is ``layer-SHAPE``,
 ``kernels-SHAPE`` or ``host-SHAPE``, with ``-zipf`` or ``-eight`` behind it for another routing than the uniform one. A
@@ -11,9 +12,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from moelet.graphs.plan_choice import TABLE
 from moelet.layer.errors import ConfigurationError
 
-from . import options
+from . import options, plan_table
 from .newest import Newest, best_published, newest
 from .report import RESULTS, ROOT, Row
 
@@ -160,9 +162,17 @@ def markdown(first: str, cells: Sequence[str]) -> str:
 
 
 def stale(files: Sequence[Path] = FILES, folder: Path = RESULTS) -> Mapping[Path, str]:
-    """The files whose tables are not what the results say, with the text that they should have."""
+    """The files whose tables are not what the results say, with the text that they should have; among them the plans
+    that the engine ships."""
     texts = {path: path.read_text(encoding="utf-8") for path in files if path.is_file()}
-    return {path: new for path, text in texts.items() if (new := rewritten(text, folder)) != text}
+    wanted = {path: rewritten(text, folder) for path, text in texts.items()}
+    if files is FILES:
+        plans = ROOT / "graphs" / TABLE.name
+        texts[plans], wanted[plans] = (
+            plans.read_text(encoding="utf-8"),
+            plan_table.written(plan_table.plan_table(folder)),
+        )
+    return {path: wanted[path] for path, text in texts.items() if wanted[path] != text}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -20,6 +20,7 @@ from .geometry import Geometry
 from .kernels import Kernels
 from .limits import check_limits
 from .memory import DeviceBuffer
+from .plan_choice import DEFAULT_PLAN, Choice, choose
 from .pool import EAGER_PLAN, GraphPool, Runnable, arena_memory
 from .program import Plan
 from .residency import ResidentLayer, router_matrix
@@ -41,7 +42,7 @@ class GraphOptions:
     """How a ``GraphEngine`` is set up.
 
     ``decode_shapes`` are the captured token counts; what lies above ``max_decode_tokens`` runs eagerly.
-    ``plan`` is that of every captured LoRA shape; None: ``DEFAULT_PLAN``.
+    ``plan`` is that of every captured LoRA shape; None: what ``plan_choice.choose`` says of each.
     """
 
     max_loras: int = 8
@@ -63,10 +64,6 @@ class GraphOptions:
     def eager_tokens(self) -> int:
         """Tokens of the one shape that is not captured."""
         return max(self.max_eager_tokens, self.max_decode_tokens + 1)
-
-
-DEFAULT_PLAN = Plan.FUSED
-"""The plan of shapes with adapters when none is asked for."""
 
 
 class GraphEngine:
@@ -205,9 +202,10 @@ class GraphEngine:
     def plans(self, layer: int) -> Sequence[Mapping[str, Any]]:
         """The plan of every captured shape of ``layer``, and of what runs eagerly."""
         self._model.layer(layer)
-        why = "asked for by --plan" if self._options.plan else "the default for shapes with adapters"
+        choices = {shape: self._choice(self._layers[layer].geometry, shape) for shape in self._shapes}
         rows: list[Mapping[str, Any]] = [
-            {"tokens": shape, "captured": True, "plan": self._plan.value, "why": why} for shape in self._shapes
+            {"tokens": shape, "captured": True, "plan": choice.plan.value, "why": choice.why}
+            for shape, choice in choices.items()
         ]
         rows.append(
             {
@@ -239,9 +237,10 @@ class GraphEngine:
             owned.close()
         self._device.close()
 
-    @property
-    def _plan(self) -> Plan:
-        return self._options.plan or DEFAULT_PLAN
+    def _choice(self, geometry: Geometry, tokens: int) -> Choice:
+        if self._options.plan is not None:
+            return Choice(self._options.plan, "asked for by --plan")
+        return choose(self._device.name, geometry, tokens)
 
     def _geometry(self, index: int, *, router_fp32: bool) -> Geometry:
         options = self._options
@@ -263,7 +262,8 @@ class GraphEngine:
             streams=self._streams,
             events=self._events,
             sm_count=self._device.sm_count,
-            plan=self._plan,
+            plan=self._options.plan or DEFAULT_PLAN,
+            plans={shape: self._choice(geometry, shape).plan for shape in self._shapes},
             memory=memory,
         )
         self._pools[geometry] = pool

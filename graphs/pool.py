@@ -50,7 +50,8 @@ class GraphPool:
     """All variants of one geometry over one shared allocation.
 
     ``shapes`` are captured, largest first; ``eager_tokens`` is one more shape that runs eagerly on one stream. Arenas
-    share memory because forwards follow each other on the main stream. ``plan`` is that of every captured shape.
+    share memory because forwards follow each other on the main stream. ``plan`` is that of every captured shape that
+    ``plans`` names no other for.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class GraphPool:
         events: Events,
         sm_count: int,
         plan: Plan,
+        plans: Mapping[int, Plan] | None = None,
         memory: DeviceBuffer | None = None,
     ) -> None:
         self.geometry = geometry
@@ -72,6 +74,7 @@ class GraphPool:
         self._kernels, self._streams, self._events = kernels, streams, events
         self._sm_count = sm_count
         self._plan = plan
+        self._plans = plans or {}
         self._owned = memory is None
         self.memory = arena_memory([geometry], shapes, eager_tokens) if memory is None else memory
         self._runnables: dict[Variant, Runnable] = {}
@@ -85,7 +88,7 @@ class GraphPool:
     def prepare(self, variant: Variant) -> None:
         """Build the variant's program and, for a decode shape, capture it. Call for each of ``variants`` in order."""
         captured = variant.num_tokens != self.eager_tokens
-        plan = self._plan if captured else EAGER_PLAN
+        plan = self._plans.get(variant.num_tokens, self._plan) if captured else EAGER_PLAN
         self._runnables[variant] = self.build(variant, plan, captured=captured)
 
     def build(

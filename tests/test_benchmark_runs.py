@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fake_driver import ok
 from fake_layer import LayerDriver, SourceKernels
-from moelet.graphs import engine
+from moelet.graphs import engine, plan_choice
 from moelet.graphs.buffers import LAYER_ARGS, InputLayout, RoutingInput
 from moelet.graphs.driver import driver
 from moelet.graphs.geometry import Geometry
@@ -278,7 +278,7 @@ def test_host_rows(fake: BenchDriver, tmp_path: Path) -> None:
     code, written = run(tmp_path, "host", "--tokens", "1,4", "--ranks", "0,8", "--adapters", "1", "--calls", "5")
     assert code == 0
     kinds = [(row["tokens"], row["rank"], row["plan"]) for row in written["rows"]]
-    plan = engine.DEFAULT_PLAN.value
+    plan = plan_choice.DEFAULT_PLAN.value
     assert kinds == [(1, 0, "fused"), (4, 0, "fused"), (1, 8, plan), (4, 8, plan)]
     for row in written["rows"]:
         assert row["p10_us"] <= row["us"] <= row["p90_us"]

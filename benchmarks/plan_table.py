@@ -1,0 +1,49 @@
+"""The table of plans that the engine ships, out of the newest results that measured several plans of a layer."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from moelet.graphs import plan_choice
+
+from .newest import reports
+from .report import RESULTS
+from .shapes import SHAPES
+
+
+def plan_table(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """One row for each GPU, layer and token count whose plans were measured side by side; the newest of each."""
+    found: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for report in reports(folder):
+        for shape, tokens, times in compared(report):
+            spec = SHAPES[shape]
+            layer = plan_choice.layer_key(
+                spec.num_experts, spec.num_local_experts, spec.top_k, spec.hidden_size, spec.intermediate_size
+            )
+            row = {
+                "gpu": report["gpu"],
+                "layer": list(layer),
+                "tokens": tokens,
+                "us": times,
+                "date": report["date"][:10],
+            }
+            found.setdefault((report["gpu"], shape, tokens), row)
+    return [found[key] for key in sorted(found)]
+
+
+def compared(report: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, float]]]:
+    """(shape, tokens, µs by plan) of a report's uniform per-expert LoRA rows that have more than one plan."""
+    rows = [row for row in report["rows"] if report["kind"] == "layer" and row["rank"] and not row["wrong"]]
+    rows = [row for row in rows if row["routing"] == "uniform" and row["layout"] == "per_expert"]
+    for shape, tokens in dict.fromkeys((row["shape"], row["tokens"]) for row in rows if row["shape"] in SHAPES):
+        mine = [row for row in rows if (row["shape"], row["tokens"]) == (shape, tokens)]
+        plans = dict.fromkeys(row["plan"] for row in mine)
+        if len(plans) > 1:
+            yield shape, tokens, {plan: round(fmean(r["us"] for r in mine if r["plan"] == plan), 1) for plan in plans}
+
+
+def written(table: list[dict[str, Any]]) -> str:
+    """The file's text: a row a line."""
+    return "[\n" + ",\n".join(json.dumps(row) for row in table) + "\n]\n" if table else "[]\n"
