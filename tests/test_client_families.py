@@ -162,6 +162,14 @@ def test_released_experts_are_gone_and_loaded_models_never_had_them(qwen: tuple[
         with pytest.raises(RemoteExpertsError, match="released or never loaded"):
             remote.detach()
 
+    forgetful = build_model("qwen3_moe")
+    local = weakref.ref(moe_block(forgetful, 0).experts.gate_up_proj)
+    with Client(url) as client, torch.no_grad():
+        RemoteExperts.attach(forgetful, client, layers=[0])
+        gc.collect()
+        assert local() is None
+        assert forgetful(TEXT).logits.isfinite().all()
+
     def drop(tensors: dict[str, torch.Tensor]) -> None:
         for key in [key for key in tensors if re.search(r"layers\.[02]\.mlp\.experts", key)]:
             del tensors[key]
