@@ -106,6 +106,8 @@ def host_table(found: Newest, shape: str) -> list[str]:  # noqa: ARG001
     for rank, adapters in dict.fromkeys((row["rank"], row["adapters"]) for row in found.rows):
         by_tokens = {r["tokens"]: r for r in found.rows if (r["rank"], r["adapters"]) == (rank, adapters)}
         for field, name in names.items():
+            if not any(field in row for row in by_tokens.values()):
+                continue
             cells = [f"{by_tokens[t][field]:.1f}" if t in by_tokens else DASH for t in tokens]
             lines.append(markdown(f"{name}, {described(rank, adapters, None)}", cells))
     return lines
