@@ -56,8 +56,7 @@ class AdapterFolder:
         if not real.is_relative_to(self._root):
             raise AdapterRefusedError(name, "a file inside the adapter's folder", "a link that leads out of it")
         try:
-            # Not blocking: a named pipe would otherwise wait for its writer.
-            descriptor = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            descriptor = _open_below(self._root, real)
         except (FileNotFoundError, NotADirectoryError):
             raise FileNotFoundError(name) from None
         except OSError as error:
@@ -75,3 +74,20 @@ class AdapterFolder:
             f"only {pickles[0]}, a pickle, which is never read: convert it once, in its folder, with "
             f"safetensors.torch.save_file(torch.load({pickles[0]!r}, weights_only=True), {WEIGHTS!r})"
         )
+
+
+def _open_below(root: Path, path: Path) -> int:
+    """A descriptor of the file at ``path``, which has no links in it below ``root``: each step is taken from the folder
+    that the one before it opened, so that nobody can put a link there meanwhile."""
+    step = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
+    *folders, name = path.relative_to(root).parts
+    folder = os.open(root, step)
+    try:
+        for part in folders:
+            inner = os.open(part, step, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        # Not blocking: a named pipe would otherwise wait for its writer.
+        return os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    finally:
+        os.close(folder)

@@ -19,7 +19,9 @@ from .adapter_json import parse_object, shown
 from .errors import AdapterRefusedError
 
 WEIGHTS = "adapter_model.safetensors"
-MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 64 << 20
+MOST_TENSORS = 1 << 18
+"""More than the largest models served have matrices that an adapter may change, alone or by expert."""
 MOST_DIMENSIONS = 8
 
 _DTYPES: Mapping[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -48,6 +50,8 @@ class TensorFile:
         try:
             header, self._start = _read_header(file)
             header.pop("__metadata__", None)
+            if len(header) > MOST_TENSORS:
+                raise _refuse(f"at most {MOST_TENSORS} tensors", f"{len(header)}")
             self.tensors: Mapping[str, StoredTensor] = {key: _stored(key, header[key]) for key in header}
             _check_cover(self.tensors.values(), os.fstat(file.fileno()).st_size - self._start)
         except BaseException:
@@ -65,9 +69,11 @@ class TensorFile:
     def read(self, stored: StoredTensor) -> Tensor:
         """``stored`` as bf16, in memory of its own.
 
-        Raises ``AdapterRefusedError`` for dtypes other than fp32, fp16 and bf16, and for values that
-        are not finite in bf16.
+        Raises ``AdapterRefusedError`` for dtypes other than fp32, fp16 and bf16, for tensors without
+        elements, and for values that are not finite in bf16.
         """
+        if not math.prod(stored.shape):
+            raise AdapterRefusedError(stored.key, "a tensor with elements", f"shape {list(stored.shape)}")
         if stored.dtype not in _DTYPES:
             raise AdapterRefusedError(stored.key, "dtype F32, F16 or BF16", shown(stored.dtype))
         raw = torch.empty(stored.end - stored.begin, dtype=torch.uint8)
@@ -112,7 +118,7 @@ def _stored(key: str, entry: object) -> StoredTensor:
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end], **rest} if not rest:
             numbers = [*shape, begin, end]
-            if len(shape) <= MOST_DIMENSIONS and all(type(number) is int and number >= 0 for number in numbers):
+            if len(shape) <= MOST_DIMENSIONS and all(type(number) is int and 0 <= number < 2**63 for number in numbers):
                 stored = StoredTensor(key=key, dtype=dtype, shape=tuple(shape), begin=begin, end=end)
                 _check_length(stored)
                 return stored

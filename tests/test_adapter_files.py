@@ -1,6 +1,7 @@
 """The adapter's folder: what is missing, links that lead out of it, pickles, and things that are no files."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,32 @@ def test_what_is_no_file_is_refused_without_waiting_for_it(folder: Path, name: s
 def test_a_huge_configuration_is_refused_unread(folder: Path) -> None:
     os.truncate(folder / CONFIG, 1 << 40)
     assert refusal(folder, MODEL).key == CONFIG
+
+
+@pytest.mark.parametrize("swapped", ["adapter", "adapter/deep", "adapter/deep/file"])
+def test_a_link_put_in_place_behind_the_check_is_not_followed(
+    folder: Path, swapped: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may write below the root swaps a part of the path for a link once it has been looked at."""
+    root = folder.parent
+    (folder / "deep").mkdir()
+    (folder / WEIGHTS).rename(folder / "deep" / "file")
+    (folder / WEIGHTS).symlink_to("deep/file")
+    assert loads(folder, root=root)
+    secret = root.parent / "secret"
+    shutil.copytree(root, secret)
+    resolve = os.path.realpath
+
+    def looked_at(path: Path) -> str:
+        found = resolve(path)
+        place = root / swapped
+        if found.endswith("deep/file") and not place.is_symlink():
+            place.rename(root / "moved")
+            place.symlink_to(secret / swapped)
+        return found
+
+    monkeypatch.setattr(os.path, "realpath", looked_at)
+    assert refusal(folder, MODEL, root=root).key == WEIGHTS
 
 
 def test_no_descriptor_is_left_open(folder: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from moelet.layer.adapter_tensors import WEIGHTS, TensorFile
+from moelet.layer.adapter_tensors import MOST_TENSORS, WEIGHTS, TensorFile
 from moelet.layer.errors import AdapterRefusedError
 
 
@@ -101,7 +101,11 @@ def test_values_that_are_not_finite_in_bf16_are_refused(tmp_path: Path, value: f
         ({"a": entry(4, 0)}, b"\0" * 4, "a"),
         ({"a": entry(-4, 0)}, b"\0" * 4, "a"),
         ({"a": entry(0, 2**63)}, b"\0" * 4, "a"),
-        ({"a": entry(0, 2**63, [2**61])}, b"\0" * 4, WEIGHTS),
+        ({"a": entry(0, 0, [0, 2**63])}, b"", "a"),
+        ({f"t{i}": 0 for i in range(MOST_TENSORS + 1)}, b"", WEIGHTS),
+        (b'{"__metadata__": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", b"", WEIGHTS),
+        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, ' + b"9" * 5000 + b"]}}", b"\0" * 4, WEIGHTS),
+        ({"a": entry(0, 2**62, [2**60])}, b"\0" * 4, WEIGHTS),
         ({"a": entry(0, 4, [2])}, b"\0" * 4, "a"),
         ({"a": entry(0, 4, [2**62, 2**62])}, b"\0" * 4, "a"),
         ({"a": entry(0, 4, [-1, -1])}, b"\0" * 4, "a"),
@@ -121,6 +125,20 @@ def test_values_that_are_not_finite_in_bf16_are_refused(tmp_path: Path, value: f
 )
 def test_headers_that_lie_are_refused(tmp_path: Path, header: Any, data: bytes, key: str) -> None:
     assert refused(write(tmp_path / "x", header, data)).key == key
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0, 2**40)])
+def test_tensors_without_elements_are_refused_when_they_are_read(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    path = write(tmp_path / "x", {"a": entry(0, 0, shape)})
+    with TensorFile(FileIO(str(path))) as file, pytest.raises(AdapterRefusedError, match="a tensor with elements"):
+        file.read(file.tensors["a"])
+
+
+def test_metadata_may_be_long_and_means_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.ones(1)}, path, metadata={"a": "x" * 1_000_000, "dtype": "F32", "__class__": "os.system"})
+    with TensorFile(FileIO(str(path))) as file:
+        assert list(file.tensors) == ["a"]
 
 
 def test_a_key_given_twice_is_refused_though_the_library_takes_it(tmp_path: Path) -> None:
