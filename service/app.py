@@ -28,7 +28,7 @@ def create_app(service: MoeService, *, max_body_bytes: int, keys: Keys | None = 
     request id as well.
     """
     app: ASGIApp = BodyLimitMiddleware(V2(routed(service, max_body_bytes), service, max_body_bytes), max_body_bytes)
-    return RequestIdMiddleware(KeyMiddleware(app, keys) if keys else app)
+    return RequestIdMiddleware(KeyMiddleware(app, keys) if keys else app, service.metrics.answered)
 
 
 def routed(service: MoeService, max_body_bytes: int) -> FastAPI:

@@ -38,7 +38,8 @@ class Batcher:
         self._will_sweep = False
         self._delayed: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop
-        metrics.watch_queue(lambda: self._waiting.requests, lambda: self._waiting.tokens)
+        waiting = self._waiting
+        metrics.watch_queue(lambda: waiting.requests, lambda: waiting.tokens, lambda: waiting.adapters)
 
     def start(self) -> None:
         """Begin to take work; call on the running event loop."""

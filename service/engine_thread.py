@@ -21,12 +21,13 @@ Result = TypeVar("Result")
 @dataclass(slots=True)
 class FlightTimes:
     """When a forward's adapters were looked after, were in place, when it was begun, and when it ended; seconds of
-    ``time.perf_counter``, 0 for what did not happen."""
+    ``time.perf_counter``, 0 for what did not happen. ``installs`` is how many adapters had to be put in place."""
 
     started: float = 0.0
     installed: float = 0.0
     begun: float = 0.0
     ended: float = 0.0
+    installs: int = 0
 
 
 class Flight(Protocol):
@@ -106,7 +107,7 @@ class EngineThread:
             times = flight.times
             times.started = time.perf_counter()
             for slot, adapter in flight.adapters():
-                self._install(engine, slot, adapter)
+                times.installs += self._install(engine, slot, adapter)
             times.installed = time.perf_counter()
             forward = engine.begin(flight.assemble())
             times.begun = time.perf_counter()
@@ -131,13 +132,15 @@ class EngineThread:
         else:
             flight.finish(output)
 
-    def _install(self, engine: Engine, slot: int, adapter: Adapter) -> None:
+    def _install(self, engine: Engine, slot: int, adapter: Adapter) -> bool:
         """Have ``adapter`` in ``slot``: put there unless it is, also where an earlier forward should have done so
-        and failed."""
-        if self._installed[slot] is not adapter:
-            self._installed[slot] = None
-            engine.install_adapter(slot, adapter)
-            self._installed[slot] = adapter
+        and failed; whether it had to be."""
+        if self._installed[slot] is adapter:
+            return False
+        self._installed[slot] = None
+        engine.install_adapter(slot, adapter)
+        self._installed[slot] = adapter
+        return True
 
     def _clear(self, engine: Engine, slot: int) -> None:
         self._installed[slot] = None

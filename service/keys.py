@@ -13,8 +13,9 @@ OPEN_PATHS = frozenset({b"/health", b"/ready", b"/v2/health/live", b"/v2/health/
 """Open to everybody, in this spelling alone: what orchestrators probe."""
 
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
-COMPUTING = ((b"/v1/layers/", b"/forward"), (b"/v2/models/", b"/infer"), (b"/v2/repository/index", b""))
-"""First and last bytes of the paths that an ordinary key may also send a body to."""
+V1_LAYERS, FORWARD = b"/v1/layers/", b"/forward"
+V2_MODELS, INFER = b"/v2/models/", b"/infer"
+V2_INDEX = b"/v2/repository/index"
 
 
 class Right(IntEnum):
@@ -50,10 +51,15 @@ class Keys:
 
     def right_of(self, headers: Iterable[tuple[bytes, bytes]]) -> Right:
         """The right of the one bearer key in ``headers``, in time that tells nothing of the keys."""
-        sent = [value for name, value in headers if name == b"authorization"]
-        if len(sent) != 1 or sent[0][:7].lower() != b"bearer ":
+        sent = None
+        for name, value in headers:
+            if name == b"authorization":
+                if sent is not None:
+                    return Right.NONE
+                sent = value
+        if sent is None or sent[:7].lower() != b"bearer ":
             return Right.NONE
-        found = digest(sent[0][7:].strip(b" "))
+        found = digest(sent[7:].strip(b" "))
         right = Right.NONE
         for known in self._api:
             if compare_digest(found, known):
@@ -72,7 +78,13 @@ def only_uses(method: str, raw_path: bytes) -> bool:
     """Whether the request reads or computes, and so changes nothing that other requests meet."""
     if method in READING:
         return True
-    return method == "POST" and any(raw_path.startswith(first) and raw_path.endswith(last) for first, last in COMPUTING)
+    if method != "POST":
+        return False
+    if raw_path.endswith(INFER):
+        return raw_path.startswith(V2_MODELS)
+    if raw_path.endswith(FORWARD):
+        return raw_path.startswith(V1_LAYERS)
+    return raw_path == V2_INDEX
 
 
 class KeyMiddleware:

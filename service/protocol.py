@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import resource
+from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
@@ -32,12 +33,25 @@ class ProtocolConfig(uvicorn.Config):
 
     ``body_timeout_s``   how long a request may take to arrive whole, and an answer to be taken on
     ``max_connections``  open at the same time; a further one is told so and closed
+    ``refused``          told the status of each answer that the application does not give
+    ``ended``            told why a connection was ended: ``slow_request`` or ``slow_reader``
     """
 
-    def __init__(self, app: ASGIApp, *, body_timeout_s: float, max_connections: int, **options: Any) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        body_timeout_s: float,
+        max_connections: int,
+        refused: Callable[[int], None],
+        ended: Callable[[str], None],
+        **options: Any,
+    ) -> None:
         super().__init__(app, **options)
         self.body_timeout_s = body_timeout_s
         self.max_connections = max_connections
+        self.refused = refused
+        self.ended = ended
 
 
 class Protocol(HttpToolsProtocol):
@@ -167,6 +181,7 @@ class Protocol(HttpToolsProtocol):
             self._await_request(True)
             return
         log.info("ended a connection: no whole request came within %g s", self.config.body_timeout_s)
+        self.config.ended("slow_request")
         self.transport.abort()
 
     def _owes_an_answer(self) -> bool:
@@ -192,6 +207,7 @@ class Protocol(HttpToolsProtocol):
             self._await_reader(unsent > 0)
             return
         log.info("ended a connection: the client took nothing of its answer for %g s", self.config.body_timeout_s)
+        self.config.ended("slow_reader")
         self.transport.abort()
 
     def _feed(self, data: bytes) -> None:
@@ -230,6 +246,7 @@ class Protocol(HttpToolsProtocol):
         if self._owes_an_answer() or (self.cycle and self.cycle.response_started and not self.cycle.response_complete):
             self.transport.close()
             return
+        self.config.refused(status)
         body = error_body(status, message, path=self._path())
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
         head += f"x-request-id: {uuid4().hex}\r\n\r\n"
@@ -241,15 +258,24 @@ class Protocol(HttpToolsProtocol):
         return "" if self._whole else self.url.partition(b"?")[0].decode("ascii", "replace")
 
 
-def http_config(app: ASGIApp, *, body_timeout_s: float = 20.0, keep_alive_s: int = 5) -> ProtocolConfig:
+def http_config(
+    app: ASGIApp,
+    *,
+    body_timeout_s: float = 20.0,
+    keep_alive_s: int = 5,
+    refused: Callable[[int], None] = lambda _status: None,
+    ended: Callable[[str], None] = lambda _reason: None,
+) -> ProtocolConfig:
     """How ``app`` is served: HTTP alone, nothing told of the server, logs left to the process.
 
-    A connection that no request is on ends after ``keep_alive_s``.
+    A connection that no request is on ends after ``keep_alive_s``; the rest is ``ProtocolConfig``'s.
     """
     return ProtocolConfig(
         app,
         body_timeout_s=body_timeout_s,
         max_connections=connections_allowed(),
+        refused=refused,
+        ended=ended,
         timeout_keep_alive=keep_alive_s,
         http=Protocol,
         ws="none",

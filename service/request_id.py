@@ -1,16 +1,21 @@
-"""Gives every request an id, echoes it in ``X-Request-Id``, and answers what nobody else caught."""
+"""Gives every request an id, echoes it in ``X-Request-Id``, logs it, and answers what nobody else caught."""
 
 import logging
 import os
 import re
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import response_for
+from .sent_text import told
+from .watch import current_forward
 
 log = logging.getLogger(__name__)
+access = logging.getLogger("moelet.access")
+LONGEST_PATH = 200
 SANE_ID = re.compile(rb"[\x21-\x7e](?:[\x20-\x7e]{0,126}[\x21-\x7e])?")
 HEADER = b"x-request-id"
 
@@ -33,11 +38,15 @@ class MadeIds:
 
 class RequestIdMiddleware:
     """Outermost layer of the application: a client's own id is kept if it is at most 128
-    printable ASCII characters, else a new one is made."""
+    printable ASCII characters, else a new one is made.
 
-    def __init__(self, app: ASGIApp) -> None:
+    ``answered`` is told the status of each answer.
+    """
+
+    def __init__(self, app: ASGIApp, answered: Callable[[int], None] = lambda _status: None) -> None:
         self.app = app
         self._made = MadeIds()
+        self.answered = answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -45,6 +54,7 @@ class RequestIdMiddleware:
             return
         request_id = sent_id(scope) or self._made.new()
         current_request_id.set(request_id.decode())
+        current_forward.set(None)  # a request behind another on its connection starts with what that one left
         started = time.perf_counter()
         status = 0
 
@@ -62,8 +72,21 @@ class RequestIdMiddleware:
             if status == 0:
                 await response_for(error, scope["path"])(scope, receive, send_with_id)
         finally:
-            elapsed = 1e3 * (time.perf_counter() - started)
-            log.debug("%s %s %d in %.2f ms", scope["method"], scope["path"], status, elapsed)
+            if status:
+                self.answered(status)
+            if access.isEnabledFor(logging.DEBUG):
+                log_access(scope, status, time.perf_counter() - started)
+
+
+def log_access(scope: Scope, status: int, seconds: float) -> None:
+    """The line of a request that has been answered, or whose client went away (status 0)."""
+    method, path = scope["method"], told(scope["path"], LONGEST_PATH)
+    fields = {"method": method, "path": path, "status": status, "ms": round(1e3 * seconds, 3)}
+    text = f"{method} {path} {status or 'without an answer'} in {1e3 * seconds:.2f} ms"
+    if (forward := current_forward.get()) is not None:
+        fields |= {"layer": forward.layer, "tokens": forward.num_tokens}
+        text += f", layer {forward.layer}, {forward.num_tokens} tokens"
+    access.debug("%s", text, extra={"fields": fields})
 
 
 def sent_id(scope: Scope) -> bytes | None:

@@ -5,6 +5,7 @@ import re
 LONGEST = 2000
 """Characters of a message that are told; names of adapters and parameters are well below."""
 
+_LATE_CONTROLS = re.compile(r"[\x7f-\x9f\u2028\u2029]")
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
@@ -24,3 +25,8 @@ def told(text: str, longest: int = LONGEST) -> str:
 def on_one_line(text: str) -> str:
     """``text`` with its control characters escaped, so that nobody can write lines into a log."""
     return _CONTROLS.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
+
+
+def json_on_one_line(json: str) -> str:
+    """JSON without the characters beyond ASCII that some readers end a line at."""
+    return _LATE_CONTROLS.sub(lambda match: f"\\u{ord(match.group()):04x}", json)

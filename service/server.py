@@ -8,6 +8,7 @@ import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 
@@ -35,13 +36,30 @@ def serve(settings: Settings) -> int:
     with exit_on_signal(), bound(settings) as listener:
         service = open_service(settings)
         app = create_app(service, max_body_bytes=int(settings.max_body_mb * MIB), keys=keys_of(settings))
-        config = http_config(app, body_timeout_s=settings.body_timeout_s)
+        metrics = service.metrics
+        config = http_config(
+            app, body_timeout_s=settings.body_timeout_s, refused=metrics.answered, ended=metrics.connection_ended
+        )
         listen(listener, config.backlog)
         log.info("serving on %s", address(listener))
+        warn_of_openness(listener, settings)
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
             runner.run(Server(config, service).serve(sockets=[listener]))
         log.info("stopped")
         return 1 if service.lifecycle.failure is not None else 0
+
+
+def warn_of_openness(listener: socket.socket, settings: Settings) -> None:
+    """Say so when whoever reaches this machine may use the service."""
+    if listener.family == socket.AF_UNIX or settings.api_key or is_loopback(listener.getsockname()[0]):
+        return
+    changes = "" if settings.admin_api_key or not (settings.adapter_root or settings.demo) else " and load adapters"
+    log.warning("whoever reaches %s may use this service%s: it has no --api-key", address(listener), changes)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``, an address."""
+    return ip_address(host.partition("%")[0]).is_loopback
 
 
 def keys_of(settings: Settings) -> Keys:
@@ -65,6 +83,7 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: MoeService) -> None:
         super().__init__(config)
         self.service = service
+        service.metrics.watch_connections(lambda: len(self.server_state.connections))
         self._stopping: asyncio.Task[None] | None = None
 
     @contextmanager

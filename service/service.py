@@ -52,6 +52,7 @@ class MoeService:
         self.plans: Mapping[int, Sequence[Mapping[str, Any]]] = engine.submit(
             lambda opened: {index: list(opened.plans(index)) for index in opened.model.layers}
         ).result()
+        self.metrics.watch_service(self.lifecycle, utf8(self.model.name), engine.device, self.plans, engine.depth)
         self.timeouts = Timeouts(limits.request_timeout_s)
         self._batcher = Batcher(engine, self.adapters, self.metrics, limits)
         self._departures = Departures()

@@ -72,6 +72,11 @@ class WaitingParts:
                 del self._queues[key]
 
     @property
+    def adapters(self) -> set[str]:
+        """The names of the adapters of all that waits."""
+        return {version.name for queue in self._queues.values() for part in queue for version in part.versions}
+
+    @property
     def fills_a_batch(self) -> bool:
         """Whether the batch that goes next cannot grow."""
         queue = next(iter(self._queues.values()), ())

@@ -62,7 +62,7 @@ class OperationContract(ContractFixtures):
                 service.metric("moelet_requests_total", layer="1", outcome="ok"),
                 service.metric("moelet_requests_total", layer="1", outcome="invalid"),
                 service.metric("moelet_requests_total", layer="none", outcome="invalid"),
-                service.metric("moelet_tokens_total", layer="1"),
+                service.metric("moelet_tokens_total", layer="1", outcome="ok"),
                 service.metric("moelet_forward_seconds_count"),
                 service.metric("moelet_adapter_loads_total", outcome="ok"),
                 service.metric("moelet_adapter_loads_total", outcome="invalid"),

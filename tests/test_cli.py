@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +23,10 @@ SOURCES = str(Path(moelet.__file__).parent.parent)
 def _keep_logging() -> Iterator[None]:
     root = logging.getLogger()
     before = root.handlers[:], root.level
+    hooks = sys.excepthook, threading.excepthook, sys.unraisablehook
     yield
+    logging.captureWarnings(False)
+    sys.excepthook, threading.excepthook, sys.unraisablehook = hooks
     root.handlers[:], root.level = before
 
 

@@ -11,7 +11,8 @@ import httpx
 import orjson
 
 from ...layer.errors import RequestError
-from .connection import Connection, broken
+from .connection import Connection
+from .errors import ServiceError
 from .tensors import Tensor, receive_like, send_floats, send_hidden_states, send_ids
 from .wire import HEADER, WireTensor, decode, encode, encode_names
 
@@ -121,50 +122,43 @@ class Client:
         response = self._connection.send(
             "POST", path, content=body, headers=headers, timeout_s=timeout_s, repeatable=True
         )
+        request_id = response.headers.get("X-Request-Id", "")
         try:
             bits, versions = decode(response.content, response.headers.get(HEADER), inputs[0].shape)
         except ValueError as error:
-            raise broken(response, str(error)) from error
-        return ForwardAnswer(receive_like(bits, hidden_states), versions, response.headers.get("X-Request-Id", ""))
+            said = f"the answer breaks the protocol: {error}"
+            raise ServiceError(said, status=response.status_code, request_id=request_id) from error
+        return ForwardAnswer(receive_like(bits, hidden_states), versions, request_id)
 
     def load_adapter(
-        self,
-        name: str,
-        path: str | PathLike[str],
-        *,
-        replace: bool = False,
-        pinned: bool | None = None,
-        timeout_s: float | None = None,
+        self, name: str, path: str | PathLike[str], *, replace: bool = False, pinned: bool | None = None
     ) -> Record:
         """Load the adapter in the folder ``path`` of the service's machine; its record. The next call sees it.
 
-        ``replace``    put it in the place of an adapter of this name, as a new version; otherwise that is an error
-        ``pinned``     never evict it; None keeps what a replaced adapter had
-        ``timeout_s``  how long to wait; the service goes on loading after it
+        ``replace``  put it in the place of an adapter of this name, as a new version; otherwise that is an error
+        ``pinned``   never evict it; None keeps what a replaced adapter had
         """
         sent: Record = {} if pinned is None else {"pinned": pinned}
         if replace:
-            sent["path"] = fspath(path)
-            return self._connection.json("PUT", _path(name), sent, has="version", timeout_s=timeout_s)
-        sent |= {"lora_name": name, "lora_path": fspath(path)}
-        headers = {"Content-Type": "application/json"}
-        self._connection.send(
-            "POST", "/v1/load_lora_adapter", content=orjson.dumps(sent), headers=headers, timeout_s=timeout_s
-        )
+            return self._json("PUT", f"/v1/adapters/{quote(name, safe='')}", sent | {"path": fspath(path)})
+        self._send("POST", "/v1/load_lora_adapter", sent | {"lora_name": name, "lora_path": fspath(path)})
         return self.adapter(name)
 
     def unload_adapter(self, name: str, *, timeout_s: float = 30.0) -> Record:
         """Unload ``name`` once no request holds it; its last record. ``ServiceError`` 409 after ``timeout_s``."""
+        path = f"/v1/adapters/{quote(name, safe='')}?timeout_s={timeout_s:g}"
         waits = timeout_s + self._connection.timeout_s
-        return self._connection.json("DELETE", f"{_path(name)}?timeout_s={timeout_s:g}", has="version", timeout_s=waits)
+        record: Record = orjson.loads(self._connection.send("DELETE", path, timeout_s=waits).content)
+        return record
 
     def adapter(self, name: str) -> Record:
         """The record of one loaded adapter."""
-        return self._connection.json("GET", _path(name), has="version")
+        record: Record = self._connection.get(f"/v1/adapters/{quote(name, safe='')}")
+        return record
 
     def adapters(self) -> list[Record]:
         """The record of every loaded adapter, by name."""
-        records: list[Record] = self._connection.json("GET", "/v1/adapters", has="adapters")["adapters"]
+        records: list[Record] = self._connection.get("/v1/adapters")["adapters"]
         return records
 
     def layers(self) -> list[Record]:
@@ -174,7 +168,8 @@ class Client:
 
     def describe(self) -> Record:
         """What is served: the model, its device, its ``layers``, and why each other layer is ``skipped``."""
-        return self._connection.json("GET", "/v1/layers", has="layers")
+        described: Record = self._connection.get("/v1/layers")
+        return described
 
     def close(self) -> None:
         """Close the connections; the client is unusable afterwards."""
@@ -188,9 +183,13 @@ class Client:
     ) -> None:
         self.close()
 
+    def _json(self, method: str, path: str, sent: Record) -> Record:
+        answer: Record = orjson.loads(self._send(method, path, sent).content)
+        return answer
 
-def _path(name: str) -> str:
-    return f"/v1/adapters/{quote(name, safe='')}"
+    def _send(self, method: str, path: str, sent: Record) -> httpx.Response:
+        content = orjson.dumps(sent)
+        return self._connection.send(method, path, content=content, headers={"Content-Type": "application/json"})
 
 
 def _names_tensor(adapters: Sequence[str | None], adapter: str | None, num_tokens: int) -> WireTensor:

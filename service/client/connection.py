@@ -1,6 +1,5 @@
 """HTTP to one service: connections kept alive, a name for every request, and errors as exceptions."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
@@ -35,13 +34,15 @@ class Connection:
             raise ConfigurationError(f"a service's URL should be http://…, https://… or unix:/path, got {url!r}")
         if scheme == "unix":
             transport = transport or httpx.HTTPTransport(uds="/" + rest.lstrip("/"), limits=_LIMITS)
+        # Compressing tensors costs far more time than sending them.
+        headers = {"Accept-Encoding": "identity"}
+        if api_key is not None:
+            headers["Authorization"] = f"Bearer {api_key}"
+        base = "http://localhost" if scheme == "unix" else url
         self.url = url
         self.timeout_s = timeout_s
-        base = "http://localhost" if scheme == "unix" else url
-        try:
-            self._http = httpx.Client(base_url=base, headers=_headers(api_key), limits=_LIMITS, transport=transport)
-        except httpx.InvalidURL as error:
-            raise ConfigurationError(f"{url!r} is no URL: {error}") from None
+        waits_s = timeout_s + GRACE_S
+        self._http = httpx.Client(base_url=base, headers=headers, timeout=waits_s, limits=_LIMITS, transport=transport)
 
     def send(
         self,
@@ -79,45 +80,13 @@ class Connection:
             raise _error(response, request_id)
         return response
 
-    def json(
-        self, method: str, path: str, sent: Mapping[str, Any] | None = None, *, has: str, timeout_s: float | None = None
-    ) -> dict[str, Any]:
-        """The JSON object that answers ``sent``; it has the field ``has``. Raises ``ServiceError``."""
-        body = None if sent is None else orjson.dumps(sent)
-        headers = {} if sent is None else {"Content-Type": "application/json"}
-        response = self.send(
-            method, path, content=body, headers=headers, timeout_s=timeout_s, repeatable=method == "GET"
-        )
-        try:
-            answer = orjson.loads(response.content)
-        except orjson.JSONDecodeError:
-            answer = None
-        if isinstance(answer, dict) and has in answer:
-            return answer
-        raise broken(response, f"{method} {path} should answer an object with {has}")
+    def get(self, path: str) -> Any:
+        """The JSON of a GET. Raises ``ServiceError``."""
+        return orjson.loads(self.send("GET", path, repeatable=True).content)
 
     def close(self) -> None:
         """Close every connection."""
         self._http.close()
-
-
-def broken(response: httpx.Response, why: str) -> ServiceError:
-    """What to raise for an answer of 2xx that is not one of this service's."""
-    request_id = response.headers.get("X-Request-Id") or response.request.headers["X-Request-Id"]
-    return ServiceError(
-        f"the answer is not a moelet service's: {why}", status=response.status_code, request_id=request_id
-    )
-
-
-def _headers(api_key: str | None) -> dict[str, str]:
-    """What goes with every request. A key kept in a file has a line's end, which is no part of it."""
-    # Compressing tensors costs far more time than sending them.
-    headers = {"Accept-Encoding": "identity"}
-    if api_key is not None:
-        if re.fullmatch(r"[\x21-\x7e]+", api_key.strip()) is None:
-            raise ConfigurationError("the API key should be visible ASCII characters, and has others or none")
-        headers["Authorization"] = f"Bearer {api_key.strip()}"
-    return headers
 
 
 def _error(response: httpx.Response, request_id: str) -> ServiceError:

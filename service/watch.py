@@ -1,0 +1,42 @@
+"""What one forward tells of itself while it runs: for the metrics, and for its request's line in the log."""
+
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Self
+
+NO_LAYER = "none"
+"""The layer of a request that named none that is served."""
+
+
+class ForwardWatch:
+    """Times a forward from its headers to its answer, or to the error that ends it; once, as a context manager.
+
+    ``layer``       as metrics label it, once it is known
+    ``num_tokens``  once they are known
+    ``seconds``     once it has ended
+    """
+
+    __slots__ = ("_ended", "_started", "layer", "num_tokens", "seconds")
+
+    def __init__(self, ended: "Callable[[ForwardWatch, BaseException | None], None]") -> None:
+        self.layer = NO_LAYER
+        self.num_tokens = 0
+        self.seconds = 0.0
+        self._ended = ended
+        self._started = time.perf_counter()
+
+    def __enter__(self) -> Self:
+        current_forward.set(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.seconds = time.perf_counter() - self._started
+        self._ended(self, error)
+
+
+current_forward: ContextVar[ForwardWatch | None] = ContextVar("forward", default=None)
+"""The forward that the running task's request is about, if it is about one."""
