@@ -1,27 +1,20 @@
 """``moelet serve`` as a process: starts, answers, drains on a signal, and ends with the right code."""
 
 import json
-import os
-import re
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 
-import moelet
 from moelet.service.client import Client
+from served_process import process, served
 
-SOURCES = str(Path(moelet.__file__).parent.parent)
 ZEROS = {"hidden_states": [[0.0] * 64] * 3}
 
 SLOW_FORWARD = """
@@ -56,69 +49,6 @@ SHORT_GRACE = """
 from moelet.service.server import Server
 Server.client_grace_s = 0.5
 """
-
-
-@dataclass
-class Served:
-    """A serving process and where it listens."""
-
-    process: subprocess.Popen[str]
-    client: httpx.Client
-    log: Path
-
-    def wait(self) -> int:
-        return self.process.wait(20)
-
-
-@contextmanager
-def process(
-    tmp_path: Path, log: Path, *options: str, before: str = "", uds: Path | None = None
-) -> Iterator[subprocess.Popen[str]]:
-    """``moelet serve --demo`` after running ``before`` in the same process."""
-    start = [sys.executable, "-m", "moelet"]
-    if before:
-        start = [sys.executable, "-c", f"{before}\nimport sys\nfrom moelet.service.cli import main\nsys.exit(main())"]
-    where = ["--uds", str(uds)] if uds else ["--port", "0"]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "MOELET_CACHE_DIR": str(tmp_path / "cache"),
-        "OMP_NUM_THREADS": "1",
-    }
-    with log.open("w") as errors:
-        started = subprocess.Popen(
-            [*start, "serve", "--demo", "--device", "cpu", *where, *options],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-    try:
-        yield started
-    finally:
-        started.kill()
-        started.communicate()
-
-
-@contextmanager
-def served(tmp_path: Path, *options: str, before: str = "", uds: Path | None = None) -> Iterator[Served]:
-    """The same once it serves."""
-    log = tmp_path / "log"
-    with process(tmp_path, log, *options, before=before, uds=uds) as started:
-        url = wait_for(log, started)
-        transport = httpx.HTTPTransport(uds=str(uds)) if uds else None
-        with httpx.Client(base_url=url, transport=transport, timeout=30) as client:
-            yield Served(started, client, log)
-
-
-def wait_for(log: Path, process: subprocess.Popen[str]) -> str:
-    """The URL that the log says it serves on."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if found := re.search(r"serving on (http://[\d.]+:\d+|unix:)", log.read_text()):
-            return found[1] if found[1] != "unix:" else "http://localhost"
-        assert process.poll() is None, log.read_text()
-        time.sleep(0.05)
-    raise AssertionError(log.read_text())
 
 
 def listens(uds: Path) -> bool:
@@ -253,6 +183,10 @@ def test_keys_are_asked_for_and_told_to_nobody(tmp_path: Path) -> None:
         with socket.create_connection((it.client.base_url.host, it.client.base_url.port), timeout=10) as idle:
             idle.sendall(b"GET /ready HTTP/1.1\r\nAuthorization: Bearer secret-user\r\n")
             assert idle.recv(1) == b""
+        told = it.client.get("/metrics", headers={"Authorization": "Bearer secret-user"}).text
+        assert 'moelet_connections_ended_total{reason="slow_request"} 1.0' in told
+        assert 'moelet_http_responses_total{code="401"} 4.0' in told
+        assert "moelet_connections 1.0" in told
         assert b"secret" not in Path(f"/proc/{it.process.pid}/cmdline").read_bytes()
         it.process.send_signal(signal.SIGTERM)
         assert it.wait() == 0
