@@ -36,7 +36,8 @@ def newest(kind: str, shape: str, routing: str = "uniform", folder: Path = RESUL
     """The newest right rows of ``shape`` under ``routing``; None where there are none."""
 
     def of_shape(rows: Sequence[Row]) -> list[Row]:
-        return [r for r in rows if (r["shape"], r["routing"]) == (shape, routing) and not r.get("wrong")]
+        fitting = [r for r in rows if (r["shape"], r.get("routing", routing)) == (shape, routing)]
+        return [r for r in fitting if not r.get("wrong")]
 
     for report in reports(folder):
         if report["kind"] == kind and (rows := of_shape(report["rows"])):

@@ -27,9 +27,6 @@ from .report import ROOT, Results, Row, Table, host_circumstances
 
 SERVERS = ("echo", "service")
 TOKENS = (1, 64)
-SECONDS = 0.5
-"""Of one round of throughput."""
-
 TABLE = Table("T:5 clients:7 what:8 p50:9 p90:9 calls/s:9 ratio:6")
 
 
@@ -41,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--clients", type=int, default=64, help="of the throughput with one token each (64); 0 for none")
     made.add_argument("--rounds", type=options.replays, default=15, help="in which both take turns (15)")
     made.add_argument("--calls", type=options.replays, default=200, help="of each in a round (200)")
+    made.add_argument("--seconds", type=float, default=0.5, help="of throughput in a round (0.5)")
     made.add_argument("--json", type=Path, metavar="PATH", help="where to write (by date and shape)")
     made.add_argument("--commit", help="what to record as the commit where this is no git checkout")
     return made
@@ -108,12 +106,14 @@ def latency_rows(tokens: int, found: Mapping[str, Sequence[Sequence[float]]]) ->
     return rows
 
 
-async def rates(ports: Mapping[str, int], request: bytes, clients: int, rounds: int) -> dict[str, list[float]]:
-    """Answers a second of each server in each round."""
+async def rates(
+    ports: Mapping[str, int], request: bytes, clients: int, rounds: int, seconds: float
+) -> dict[str, list[float]]:
+    """Answers a second of each server in each round, ``seconds`` long."""
     found: dict[str, list[float]] = {kind: [] for kind in ports}
     for number in range(-1, rounds):
         for kind in in_turn(number):
-            rate = await throughput(ports[kind], request, clients, SECONDS)
+            rate = await throughput(ports[kind], request, clients, seconds)
             if number >= 0:
                 found[kind].append(rate)
     return found
@@ -144,8 +144,9 @@ def rows(chosen: argparse.Namespace) -> Iterator[Row]:
             request = forward_request(chosen.shape, tokens)
             yield from latency_rows(tokens, latencies(ports, request, chosen.rounds, chosen.calls))
         if chosen.clients:
+            request = forward_request(chosen.shape, 1)
             with asyncio.Runner(loop_factory=http_config(echo).get_loop_factory()) as runner:
-                found = runner.run(rates(ports, forward_request(chosen.shape, 1), chosen.clients, chosen.rounds))
+                found = runner.run(rates(ports, request, chosen.clients, chosen.rounds, chosen.seconds))
             yield from rate_rows(chosen.clients, found)
 
 

@@ -2,8 +2,9 @@
 results.
 
 A region stands between ``<!-- bench:start NAME -->`` and ``<!-- bench:end -->``. NAME is ``layer-SHAPE``,
-``kernels-SHAPE`` or ``host-SHAPE``, with ``-zipf`` or ``-eight`` behind it for another routing than the uniform one. A
-region without a result says so. ``--check`` changes nothing and exits 1 where a table is not what the results say.
+``kernels-SHAPE``, ``host-SHAPE`` or ``overhead-SHAPE``, with ``-zipf`` or ``-eight`` behind it for another routing
+than the uniform one. A region without a result says so. ``--check`` changes nothing and exits 1 where a table is not
+what the results say.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from .report import RESULTS, ROOT, Row
 
 FILES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 REGION = re.compile(r"(<!-- bench:start (\S+) -->\n).*?(<!-- bench:end -->)", re.S)
-NAME = re.compile(r"(layer|kernels|host)-(.+?)(?:-(zipf|eight))?")
+NAME = re.compile(r"(layer|kernels|host|overhead)-(.+?)(?:-(zipf|eight))?")
 NO_RESULT = "No result yet."
 DASH = "–"
 
@@ -39,7 +40,7 @@ def content(name: str, folder: Path = RESULTS) -> str:
     """The Markdown of one region."""
     parsed = NAME.fullmatch(name)
     if parsed is None:
-        raise ConfigurationError(f"no table is called {name}: the name begins with layer-, kernels- or host-")
+        raise ConfigurationError(f"no table is called {name}: the name begins with one of {', '.join(TABLES)}")
     found = newest(parsed[1], parsed[2], parsed[3] or "uniform", folder)
     if found is None:
         return NO_RESULT
@@ -50,6 +51,9 @@ def content(name: str, folder: Path = RESULTS) -> str:
 def provenance(found: Newest) -> str:
     """The sentence under a table: when, where, what, by which command."""
     report = found.report
+    if "cpu" in report:
+        where = f"{report['cpu']}, {report['cores']} cores, load {report['load_average']}"
+        return f"{report['date'][:10]}, {where}, commit {report['commit'][:12]}: `{report['command']}`"
     clock = f" at {report['sm_clock']}" if "sm_clock" in report else ""
     return (
         f"{report['date'][:10]}, {report['gpu']}{clock}, driver {report.get('driver', 'unknown')}, read bandwidth "
@@ -113,10 +117,25 @@ def host_table(found: Newest, shape: str) -> list[str]:  # noqa: ARG001
     return lines
 
 
+def overhead_table(found: Newest, shape: str) -> list[str]:  # noqa: ARG001
+    """The service and the echo over token counts, and how many calls a second many clients get."""
+    rows = {(row["server"], row["tokens"]): row for row in found.rows if row["clients"] == 1}
+    tokens = sorted({t for _, t in rows})
+    lines = header("µs over loopback, one client", tokens)
+    for server, name in (("echo", "bare echo"), ("service", "the service over a null engine")):
+        lines.append(markdown(name, [f"{rows[server, t]['us']:.0f}" for t in tokens]))
+    lines.append(markdown("– over the echo", [f"{rows['service', t]['of_echo']:.2f}" for t in tokens]))
+    for many in (row for row in found.rows if row["clients"] > 1):
+        name = f"calls/s of {many['clients']} clients, {'bare echo' if many['server'] == 'echo' else 'the service'}"
+        lines.append(markdown(name, [str(many["calls_s"]) if t == many["tokens"] else DASH for t in tokens]))
+    return lines
+
+
 TABLES: dict[str, Callable[[Newest, str], list[str]]] = {
     "layer": layer_table,
     "kernels": kernels_table,
     "host": host_table,
+    "overhead": overhead_table,
 }
 
 

@@ -4,8 +4,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from ..layer.adapter import Adapter
 from ..layer.engine import Engine, Forward, LayerBatch
 from ..layer.errors import EngineFailedError
+from .worker import Worker
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -59,13 +61,13 @@ class EngineThread:
     """
 
     def __init__(self, open_engine: Callable[[], Engine]) -> None:
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moelet-engine")
+        self._caller = Worker("moelet-engine")
         self.failure: EngineFailedError | None = None
         self.on_failure: Callable[[EngineFailedError], None] = lambda _error: None
         try:
-            self._engine = self._executor.submit(open_engine).result()
+            self._engine = self._caller.submit(open_engine).result()
         except BaseException:
-            self._executor.shutdown(wait=False)
+            self._caller.close(wait=False)
             raise
         self.model = self._engine.model
         self.device = self._engine.device
@@ -74,11 +76,11 @@ class EngineThread:
         self.depth = self._engine.depth
         self.batch_tokens = self._engine.batch_tokens
         self._installed: list[Adapter | None] = [None] * self.max_loras
-        self._waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moelet-output") if self.depth > 1 else None
+        self._waiter = Worker("moelet-output") if self.depth > 1 else None
 
     def submit(self, work: Callable[[Engine], Result]) -> "Future[Result]":
         """Queue ``work`` behind all that was submitted before it."""
-        return self._executor.submit(self._run, work)
+        return self._caller.submit(partial(self._run, work))
 
     async def run(self, work: Callable[[Engine], Result]) -> Result:
         """``submit`` and wait, from the event loop. Work that has begun is not cancelled with its caller."""
@@ -86,7 +88,7 @@ class EngineThread:
 
     def begin(self, flight: Flight) -> None:
         """Queue ``flight``; it is finished, or failed, in the end. At most ``depth`` may be neither."""
-        self._executor.submit(self._begin, flight)
+        self._caller.give(partial(self._begin, flight))
 
     def clear(self, slot: int) -> "Future[None]":
         """Queue that ``slot`` be emptied."""
@@ -96,11 +98,11 @@ class EngineThread:
         """Let what was submitted finish, close the engine and end the threads."""
         try:
             if self._waiter is not None:
-                self._executor.submit(lambda: None).result()
-                self._waiter.shutdown()
-            self._executor.submit(self._engine.close).result()
+                self._caller.submit(lambda: None).result()
+                self._waiter.close()
+            self._caller.submit(self._engine.close).result()
         finally:
-            self._executor.shutdown()
+            self._caller.close()
 
     def _begin(self, flight: Flight) -> None:
         def begun(engine: Engine) -> Forward:
@@ -121,7 +123,7 @@ class EngineThread:
         if self._waiter is None:
             self._wait(flight, forward)
         else:
-            self._waiter.submit(self._wait, flight, forward)
+            self._waiter.give(partial(self._wait, flight, forward))
 
     def _wait(self, flight: Flight, forward: Forward) -> None:
         try:

@@ -41,9 +41,11 @@ def read_inference(
         raise RequestError(f"{wanted}, got {json_length}")
     layout = read_layout(bytes(body[:json_length]))
     layout.check_size(len(body) - json_length)
-    batch = _batch(layout, body[json_length:], spec)
-    batch.check(spec, max_loras=0)
-    return Inference(Call(batch, *_names(layout, body[json_length:])), layout.request)
+    binary = body[json_length:]
+    batch = _batch(layout, binary, spec)
+    if layout.needs_check:
+        batch.check(spec, max_loras=0)
+    return Inference(Call(batch, *_names(layout, binary)), layout.request)
 
 
 def write_answer(answer: Answer, request: InferRequest, model: str) -> tuple[list[bytes | memoryview], int | None]:

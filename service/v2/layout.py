@@ -35,12 +35,16 @@ class Place(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A request less the bytes behind its JSON part: ``size`` of them, divided over ``places`` by the inputs' names."""
+    """A request less the bytes behind its JSON part: ``size`` of them, divided over ``places`` by the inputs' names.
+
+    ``needs_check``  how inputs go together, and what is in them, has still to be looked at
+    """
 
     request: InferRequest
     num_tokens: int
     places: Mapping[str, Place]
     size: int
+    needs_check: bool
 
     def check_size(self, found: int) -> None:
         """Raise ``RequestError`` unless ``found`` bytes lie behind the JSON."""
@@ -85,7 +89,7 @@ def read_layout(head: bytes, spec: LayerSpec) -> Layout:
     _check_shapes(request.inputs, num_tokens, widths_of(spec))
     if request.adapter is not None and ADAPTER in places:
         raise RequestError("send adapter as an input or as a parameter, not both", ADAPTER)
-    return Layout(request, num_tokens, places, end)
+    return Layout(request, num_tokens, places, end, not places.keys() <= {OUTPUT, ADAPTER})
 
 
 def widths_of(spec: LayerSpec) -> dict[str, int]:
