@@ -1,11 +1,30 @@
 """Whether the service takes work: before it is ready, while it serves, and while it drains."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
 
 from ..layer.errors import EngineFailedError
 from .errors import UnavailableError
+
+
+class _Place(AbstractContextManager[None]):
+    """What every request enters; it keeps nothing of its own, so that one serves them all."""
+
+    __slots__ = ("_enter", "_leave")
+
+    def __init__(self, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+        self._enter = enter
+        self._leave = leave
+
+    def __enter__(self) -> None:
+        self._enter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave()
 
 
 class Lifecycle:
@@ -24,6 +43,7 @@ class Lifecycle:
         self.in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._place = _Place(self._enter, self._leave)
 
     @property
     def ready(self) -> bool:
@@ -46,18 +66,20 @@ class Lifecycle:
         if not self.ready:
             raise UnavailableError(f"the service is {self.state} and takes no new work")
 
-    @contextmanager
-    def admit(self) -> Iterator[None]:
-        """Hold a place in flight. Raises as ``check_admission`` does."""
+    def admit(self) -> AbstractContextManager[None]:
+        """Hold a place in flight while it is entered. Entering raises as ``check_admission`` does."""
+        return self._place
+
+    def _enter(self) -> None:
         self.check_admission()
         self.in_flight += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
-            if self.in_flight == 0:
-                self._idle.set()
+        if self.in_flight == 1:
+            self._idle.clear()
+
+    def _leave(self) -> None:
+        self.in_flight -= 1
+        if self.in_flight == 0:
+            self._idle.set()
 
     def begin_drain(self) -> None:
         """Admit nothing from here on."""

@@ -75,8 +75,8 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] = {
     "size a boolean": (sized(True), ("binary_data_size", "True")),
     "size a string": (sized("36"), ("binary_data_size", "'36'")),
     "size huge": (sized(2**62), ("binary_data_size", str(2**62))),
-    "size beyond the body": (sized(37), ("binary_data_size 37", "only 36 bytes")),
-    "size too small": (sized(35), ("35 bytes", "36 lie behind")),
+    "size too large": (sized(37), ("36 bytes as BF16 [3, 6]", "got 37")),
+    "size too small": (sized(35), ("36 bytes as BF16 [3, 6]", "got 35")),
     "parameters a list": (set_input(parameters=[]), ("inputs[0].parameters", "a list")),
     "shared memory": (
         set_input(parameters={"binary_data_size": 36, "shared_memory_region": "x"}),
@@ -160,6 +160,17 @@ def test_bytes_tensors_that_lie(raw: bytes, words: tuple[str, ...]) -> None:
     with pytest.raises(RequestError) as refused:
         edited(edit, tail=raw)
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_bytes_that_are_missing_or_left_over() -> None:
+    body, length = request({"hidden_states": HIDDEN, "router_logits": np.zeros((3, 4))})
+    for whole, words in (
+        (body[:-1], "router_logits has binary_data_size 48, but only 47 bytes are left"),
+        (body[:length], "hidden_states has binary_data_size 36, but only 0 bytes are left"),
+        (body + b"x", "have 84 bytes .* but 85 lie behind"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            read(whole, length)
 
 
 def test_an_adapter_comes_by_one_way() -> None:

@@ -8,6 +8,7 @@ from ...layer.errors import RequestError
 from ...layer.spec import LayerSpec
 from ..json_arrays import load_object
 from .header import BINARY_SIZE, OUTPUT, InferRequest, Input, read_header, shown
+from .tensors import check_matrix_size
 
 ADAPTER = "adapter"
 DATATYPES: Mapping[str, tuple[str, ...]] = {
@@ -120,3 +121,5 @@ def _check_shapes(inputs: Iterable[Input], num_tokens: int, widths: Mapping[str,
             where = "" if given.name == OUTPUT else f", with T = {num_tokens} as in {OUTPUT}"
             got = f"{list(given.shape[:8])}{' and more' if len(given.shape) > 8 else ''}"
             raise RequestError(f"{given.name} should have the shape {wanted}{where}, got {got}", given.name)
+        if given.name != ADAPTER:
+            check_matrix_size(given)

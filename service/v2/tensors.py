@@ -22,22 +22,29 @@ LENGTH = Struct("<I")
 
 
 def read_matrix(given: Input, values: memoryview, num_experts: int) -> Tensor:
-    """An input of checked datatype and shape ``[T, N]`` as a tensor; ``values`` are its bytes, if it has any.
+    """An input of checked datatype, shape ``[T, N]`` and size as a tensor; ``values`` are its bytes, if it has any.
 
-    Raises ``RequestError`` where bytes or numbers are not as many as the shape says, or expert ids out of range.
+    Raises ``RequestError`` where numbers are not as many as the shape says, or expert ids out of range.
     """
     rows, columns = given.shape
     if given.size is None:
         numbers = _numbers(given, rows, columns)
         return expert_ids(numbers, num_experts) if given.datatype.startswith("INT") else floats(numbers)
     dtype = DTYPES[given.datatype]
-    if given.size != rows * columns * dtype.itemsize:
-        wanted = f"{rows * columns * dtype.itemsize} bytes as {given.datatype} {list(given.shape)}"
-        raise RequestError(f"{given.name} should be {wanted}, got {given.size}", given.name)
     if given.size == 0:
         return torch.empty(rows, columns, dtype=dtype)
     tensor = torch.frombuffer(values, dtype=dtype).view(rows, columns)
     return tensor.clone() if tensor.data_ptr() % dtype.itemsize else tensor
+
+
+def check_matrix_size(given: Input) -> None:
+    """Raise ``RequestError`` where an input of checked datatype and shape ``[T, N]`` says that it has more bytes or
+    fewer than they take."""
+    rows, columns = given.shape
+    wanted = rows * columns * DTYPES[given.datatype].itemsize
+    if given.size is not None and given.size != wanted:
+        taken = f"{wanted} bytes as {given.datatype} {list(given.shape)}"
+        raise RequestError(f"{given.name} should be {taken}, got {given.size}", given.name)
 
 
 def read_names(given: Input, values: memoryview) -> list[str | None] | str | None:
