@@ -1,6 +1,7 @@
 """Routing against a plain Python loop, against transformers' routers, and bit for bit across batches."""
 
 import math
+from itertools import combinations
 
 import pytest
 import torch
@@ -52,10 +53,20 @@ def plain_softmax(values: list[float]) -> list[float]:
     return [e / math.fsum(exps) for e in exps]
 
 
-def plain_groups_kept(choice: list[float], routing: RoutingSpec) -> list[int]:
+def best_two(choice: list[float], routing: RoutingSpec) -> list[list[float]]:
     size = len(choice) // routing.num_groups
-    worth = [sum(sorted(choice[g * size : (g + 1) * size])[-2:]) for g in range(routing.num_groups)]
-    return plain_best(worth, routing.topk_groups)
+    return [sorted(choice[g * size : (g + 1) * size])[-2:] for g in range(routing.num_groups)]
+
+
+def plain_groups_kept(choice: list[float], routing: RoutingSpec) -> list[int]:
+    return plain_best([sum(pair) for pair in best_two(choice, routing)], routing.topk_groups)
+
+
+def nearly_ties(row: list[float], routing: RoutingSpec, bias: list[float]) -> bool:
+    """Whether two groups are worth the same but for the rounding of their sums, which differs from one order to
+    another."""
+    pairs = best_two([1 / (1 + math.exp(-x)) + b for x, b in zip(row, bias, strict=True)], routing)
+    return any(a != b and abs(sum(a) - sum(b)) < 1e-6 for a, b in combinations(pairs, 2))
 
 
 def plain_route(row: list[float], spec: LayerSpec, bias: list[float] | None) -> tuple[list[int], list[float]]:
@@ -102,6 +113,8 @@ def test_agrees_with_a_plain_loop(case: tuple[LayerSpec, list[list[float]], list
     ids32, weights32 = route(torch.tensor(rows), spec, bias_tensor)
     assert (ids.dtype, weights.dtype, weights32.dtype) == (torch.int32, torch.float64, torch.float32)
     for t, row in enumerate(rows):
+        if spec.routing.num_groups > 1 and nearly_ties(row, spec.routing, bias or [0.0] * len(row)):
+            continue
         want_ids, want_weights = plain_route(row, spec, bias)
         assert ids[t].tolist() == want_ids == ids32[t].tolist()
         assert weights[t].tolist() == pytest.approx(want_weights, rel=1e-12)
