@@ -2,16 +2,14 @@
 
 import asyncio
 import logging
-import resource
 from collections.abc import Callable
-from typing import Any
 from uuid import uuid4
 
 import httptools
-import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from .connection_limits import ProtocolConfig, connections_allowed
 from .errors import error_body
 
 log = logging.getLogger(__name__)
@@ -21,37 +19,7 @@ MAX_HEAD_BYTES = 65536
 
 MAX_HEADERS = 128
 
-MOST_CONNECTIONS = 8192
-SPARE_DESCRIPTORS = 128
-"""Descriptors that are left for files and libraries when the process may open only few."""
-
 BODY_HEADERS = (b"content-length", b"transfer-encoding")
-
-
-class ProtocolConfig(uvicorn.Config):
-    """uvicorn's configuration with the limits of ``Protocol``.
-
-    ``body_timeout_s``   how long a request may take to arrive whole, and an answer to be taken on
-    ``max_connections``  open at the same time; a further one is told so and closed
-    ``refused``          told the status of each answer that the application does not give
-    ``ended``            told why a connection was ended: ``slow_request`` or ``slow_reader``
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        body_timeout_s: float,
-        max_connections: int,
-        refused: Callable[[int], None],
-        ended: Callable[[str], None],
-        **options: Any,
-    ) -> None:
-        super().__init__(app, **options)
-        self.body_timeout_s = body_timeout_s
-        self.max_connections = max_connections
-        self.refused = refused
-        self.ended = ended
 
 
 class Protocol(HttpToolsProtocol):
@@ -73,6 +41,7 @@ class Protocol(HttpToolsProtocol):
     _unsent = 0
     _repeats_head = False
     _fault: tuple[int, str] | None = None
+    _answering: RequestResponseCycle | None = None
     _arriving: asyncio.TimerHandle | None = None
     _leaving: asyncio.TimerHandle | None = None
 
@@ -87,6 +56,7 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone, and nothing waits for it."""
         super().connection_lost(exc)
+        self._drop_answers()
         self._unset_keepalive_if_required()
         self._await_request(False)
         self._await_reader(False)
@@ -126,6 +96,8 @@ class Protocol(HttpToolsProtocol):
             self._fault = (431, f"the request has {len(self.headers)} headers, and this service takes {MAX_HEADERS}")
             raise ValueError("too many headers")
         super().on_headers_complete()
+        if not self.pipeline:
+            self._answering = self.cycle
 
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
@@ -144,7 +116,9 @@ class Protocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """The answer is written, which is not to say that the client takes it."""
+        following = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
+        self._answering = following
         if self.transport.is_closing():
             self._await_reader(True)
         elif not self._whole:  # a request is arriving, and has a timer of its own
@@ -182,6 +156,7 @@ class Protocol(HttpToolsProtocol):
             return
         log.info("ended a connection: no whole request came within %g s", self.config.body_timeout_s)
         self.config.ended("slow_request")
+        self._drop_answers()
         self.transport.abort()
 
     def _owes_an_answer(self) -> bool:
@@ -189,6 +164,16 @@ class Protocol(HttpToolsProtocol):
         if self.pipeline:
             return True
         return (self._in_head or self._whole) and self.cycle is not None and not self.cycle.response_complete
+
+    def _drop_answers(self) -> None:
+        """Have what the connection's requests still say go nowhere, and tell them that their client is gone.
+
+        uvicorn tells the last of several alone, and only once the connection is closed.
+        """
+        for cycle in (self._answering, self.cycle):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     def _await_reader(self, unsent: bool) -> None:
         """Have a timer while there is something that the client does not take."""
@@ -208,6 +193,7 @@ class Protocol(HttpToolsProtocol):
             return
         log.info("ended a connection: the client took nothing of its answer for %g s", self.config.body_timeout_s)
         self.config.ended("slow_reader")
+        self._drop_answers()
         self.transport.abort()
 
     def _feed(self, data: bytes) -> None:
@@ -243,14 +229,14 @@ class Protocol(HttpToolsProtocol):
         Where another answer is due first, end it without a word: the client would take ours for that one.
         """
         self._await_reader(True)
-        if self._owes_an_answer() or (self.cycle and self.cycle.response_started and not self.cycle.response_complete):
-            self.transport.close()
-            return
-        self.config.refused(status)
-        body = error_body(status, message, path=self._path())
-        head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
-        head += f"x-request-id: {uuid4().hex}\r\n\r\n"
-        self.transport.write(STATUS_LINE[status] + head.encode() + body)
+        cycle = self.cycle
+        if not (self._owes_an_answer() or (cycle and cycle.response_started and not cycle.response_complete)):
+            self.config.refused(status)
+            body = error_body(status, message, path=self._path())
+            head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
+            head += f"x-request-id: {uuid4().hex}\r\n\r\n"
+            self.transport.write(STATUS_LINE[status] + head.encode() + body)
+        self._drop_answers()
         self.transport.close()
 
     def _path(self) -> str:
@@ -284,11 +270,3 @@ def http_config(
         server_header=False,
         lifespan="on",
     )
-
-
-def connections_allowed() -> int:
-    """``MOST_CONNECTIONS``, or fewer where the process may not open as many files."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return MOST_CONNECTIONS
-    return max(1, min(MOST_CONNECTIONS, soft - SPARE_DESCRIPTORS))

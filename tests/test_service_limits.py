@@ -15,8 +15,9 @@ from moelet.layer.engine import Engine
 from moelet.layer.reference import ReferenceEngine
 from moelet.layer.spec import ModelSpec
 from moelet.layer.weights import LayerWeights
-from moelet.service import protocol
-from moelet.service.protocol import MAX_HEAD_BYTES, MAX_HEADERS, connections_allowed
+from moelet.service import connection_limits
+from moelet.service.connection_limits import connections_allowed
+from moelet.service.protocol import MAX_HEAD_BYTES, MAX_HEADERS
 from raw_http import answers, connected, spoken, until_closed
 from running_service import HIDDEN, OpenEngine, RunningService, hidden_states, running
 
@@ -139,10 +140,36 @@ def test_the_time_that_an_answer_takes_is_not_the_client_s(hasty: RunningService
             assert said == [200, *statuses]
 
 
-def test_an_answer_that_is_due_is_never_replaced_by_a_refusal(hasty: RunningService) -> None:
+def test_an_answer_that_is_due_is_never_replaced_by_a_refusal(
+    hasty: RunningService, caplog: pytest.LogCaptureFixture
+) -> None:
     with connected(hasty) as client, hasty.engine.closed():
         client.sendall(forward(1) + b"garbage\r\n\r\n")
         assert until_closed(client) == b""
+    assert hasty.client.get("/ready").status_code == 200
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_a_client_that_leaves_behind_several_requests_leaves_all_of_them(
+    hasty: RunningService, caplog: pytest.LogCaptureFixture
+) -> None:
+    cancelled = {"layer": "1", "outcome": "cancelled"}
+    deadline = time.monotonic() + 20
+    while hasty.metric("moelet_requests_in_flight"):
+        assert time.monotonic() < deadline
+    before, forwards = hasty.metric("moelet_requests_total", **cancelled), hasty.engine.forwards
+    with hasty.engine.closed(), connected(hasty) as other:
+        other.sendall(forward(1))
+        assert hasty.engine.waiting.wait(5)
+        with connected(hasty) as client:
+            client.sendall(forward(1) + b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
+            while hasty.metric("moelet_queue_requests") == 0:
+                assert time.monotonic() < deadline
+        while hasty.metric("moelet_requests_total", **cancelled) == before:
+            assert time.monotonic() < deadline
+    assert hasty.output(hidden_states=hidden_states(1)).shape == (1, HIDDEN)
+    assert hasty.engine.forwards == forwards + 2
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_requests_in_one_piece_are_answered_in_order(hasty: RunningService) -> None:
@@ -217,7 +244,7 @@ def test_idle_connections_stop_nobody(hasty: RunningService) -> None:
 
 
 def test_connections_are_counted(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "MOST_CONNECTIONS", 20)
+    monkeypatch.setattr(connection_limits, "MOST_CONNECTIONS", 20)
     with running(open_engine, None) as service, ExitStack() as open_:
         clients = [open_.enter_context(connected(service)) for _ in range(20)]
         for client in clients:  # an answer on each, so that all are known to be counted
@@ -238,6 +265,6 @@ def test_connections_are_counted(open_engine: OpenEngine, monkeypatch: pytest.Mo
 
 
 def test_a_process_that_may_open_few_files_takes_fewer_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    for soft, allowed in ((1024, 896), (10**6, 8192), (64, 1), (protocol.resource.RLIM_INFINITY, 8192)):
-        monkeypatch.setattr(protocol.resource, "getrlimit", lambda _, soft=soft: (soft, soft))
+    for soft, allowed in ((1024, 896), (10**6, 8192), (64, 1), (connection_limits.resource.RLIM_INFINITY, 8192)):
+        monkeypatch.setattr(connection_limits.resource, "getrlimit", lambda _, soft=soft: (soft, soft))
         assert connections_allowed() == allowed
