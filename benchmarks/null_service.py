@@ -36,7 +36,7 @@ class NullEngine:
     device = "cpu"
     max_loras = 1
     max_lora_rank = 1
-    depth = 1
+    depth = 2
     batch_tokens = 256
 
     def __init__(self, spec: LayerSpec) -> None:

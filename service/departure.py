@@ -7,7 +7,7 @@ from typing import TypeVar
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-WATCH_AFTER_S = 0.01
+WATCH_AFTER_S = 0.05
 """So long a client waits, and up to twice that, before it is watched; most are answered earlier."""
 
 Result = TypeVar("Result")

@@ -106,11 +106,12 @@ class MoeService:
             deadline.check()
             versions = self.adapters.acquire(call.names)
             try:
+                batch = call.batch
                 answered = {version.name: version.version for version in versions}
-                if call.batch.num_tokens == 0:
-                    return Answer(call.batch.layer, torch.empty_like(call.batch.hidden_states), answered)
-                output = await self._batcher.forward(Work(call.batch, versions, call.token_names, deadline))
-                return Answer(call.batch.layer, output, answered)
+                work = Work(batch, versions, call.token_names, deadline)
+                if work.num_tokens == 0:
+                    return Answer(batch.layer, torch.empty_like(batch.hidden_states), answered)
+                return Answer(batch.layer, await self._batcher.forward(work), answered)
             finally:
                 if versions:
                     self.adapters.release(versions)

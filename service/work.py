@@ -30,6 +30,7 @@ class Work:
         "_output",
         "batch",
         "deadline",
+        "num_tokens",
         "queued_at",
         "result",
         "token_versions",
@@ -45,6 +46,7 @@ class Work:
         deadline: Deadline,
     ) -> None:
         self.batch = batch
+        self.num_tokens = batch.num_tokens
         self.versions = versions
         self.token_versions = token_versions
         self.deadline = deadline
@@ -56,7 +58,7 @@ class Work:
 
     def parts(self, most_tokens: int) -> list["Part"]:
         """All of it, as parts of at most ``most_tokens``."""
-        tokens = self.batch.num_tokens
+        tokens = self.num_tokens
         if tokens <= most_tokens:
             parts = [Part(self, self.batch, self.versions, self.token_versions, None)]
         else:
