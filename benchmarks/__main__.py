@@ -1,4 +1,4 @@
-"""``python -m benchmarks NAME …``, which is ``moelet bench NAME …``: layer, kernels, host, overhead, tables or plot."""
+"""``python -m benchmarks NAME …``, which is ``moelet bench NAME …``: runs the benchmark that is named."""
 
 import importlib
 import sys
@@ -13,6 +13,7 @@ COMMANDS = {
     "kernels": "the kernels of one forward, one by one",
     "host": "hidden states in host memory to output in host memory, through the engine",
     "overhead": "what the service adds to a forward, over loopback against a bare echo; no GPU needed",
+    "soak": "everything at once against a serving process for a time, every answer checked; no GPU needed",
     "tables": "rewrite the tables of README.md and benchmarks/README.md from the newest results",
     "plot": "draw time against the floor and the peers over the token count",
 }

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
@@ -26,6 +27,8 @@ from .startup import open_service
 
 log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SWITCH_INTERVAL_S = 5e-4
+"""How long a Python thread may keep others waiting: the event loop's, the engine's, and one that reads adapters."""
 
 
 def serve(settings: Settings) -> int:
@@ -33,6 +36,7 @@ def serve(settings: Settings) -> int:
 
     Raises ``MoeletError`` for whatever stands in the way of starting, before the port opens.
     """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     with exit_on_signal(), bound(settings) as listener:
         service = open_service(settings)
         app = create_app(service, max_body_bytes=int(settings.max_body_mb * MIB), keys=keys_of(settings))

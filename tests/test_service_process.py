@@ -38,9 +38,11 @@ Checkpoint.load_layer = slow
 """
 
 FAILING_FORWARD = """
+import time
 from moelet.layer.errors import EngineFailedError
 from moelet.layer.reference import ReferenceEngine
 def fail(self, batch):
+    time.sleep(1)
     raise EngineFailedError("the device fell off the bus")
 ReferenceEngine.forward = fail
 """
@@ -117,11 +119,13 @@ def test_clients_that_neither_send_nor_read_do_not_hold_the_process(tmp_path: Pa
     assert "Traceback" not in it.log.read_text()
 
 
-def test_a_failed_engine_ends_with_1(tmp_path: Path) -> None:
-    with served(tmp_path, before=FAILING_FORWARD) as it:
-        failed = forward(it.client)
-        assert failed.status_code == 503
-        assert "fell off the bus" in failed.json()["error"]["message"]
+def test_a_failed_engine_answers_all_that_it_had_with_503_and_ends_with_1(tmp_path: Path) -> None:
+    """What runs, and what waits, some of it with adapters."""
+    with served(tmp_path, before=FAILING_FORWARD) as it, ThreadPoolExecutor(12) as pool:
+        failing = [pool.submit(forward, it.client, adapter=name) for name in (None, "demo-a", "demo-b") * 4]
+        for failed in (each.result() for each in failing):
+            assert failed.status_code == 503
+            assert "fell off the bus" in failed.json()["error"]["message"]
         assert it.wait() == 1
         assert "fell off the bus" in it.log.read_text()
 
