@@ -20,6 +20,7 @@ from moelet.layer.reference import ReferenceEngine
 from moelet.layer.spec import ModelSpec
 from moelet.layer.weights import LayerWeights
 from running_service import EXPERTS, HIDDEN, TOP_K, OpenEngine, RunningService, hidden_states
+from source_tree import ROOT
 
 OLD_CLIENT = "MOELET_TEST_OLD_TRITONCLIENT"
 """A folder with tritonclient before 2.70, which has no ml_dtypes: ``pip install --no-deps --target FOLDER``."""
@@ -171,6 +172,19 @@ def test_repository(client: triton.InferenceServerClient) -> None:
         client.unload_model("tuned")
     with pytest.raises(InferenceServerException, match="file:"):
         client.load_model("tuned", config=config, files={"file:x": b"x"})
+
+
+def test_the_example_of_the_documentation(
+    service: RunningService, client: triton.InferenceServerClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "docs" / "v2.md").read_text(encoding="utf-8")
+    example = text.split("```python\n")[1].split("```")[0]
+    for written, tried in (("localhost:8000", address(service)), ("layers.0", "layers.1"), ("64", str(HIDDEN))):
+        assert written in example
+        example = example.replace(written, tried)
+    client.load_model("demo-a", config=json.dumps({"lora_path": "good"}))
+    exec(compile(example, "docs/v2.md", "exec"), {})
+    assert capsys.readouterr().out.rstrip().endswith("{'demo-a': 1}")
 
 
 OLD = """

@@ -12,7 +12,7 @@ import pytest
 import moelet
 from source_tree import ROOMS, ROOT, tree_files
 
-SHIPPED = {".py", ".cu", ".cuh"}
+SHIPPED = {".py", ".cu", ".cuh", ".json"}
 
 IMPORT_EVERYTHING = """
 import importlib, pathlib, pkgutil, sys
