@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..layer.adapter import Adapter
 from ..layer.engine import LayerBatch
+from ..layer.errors import EngineError
 from ..layer.slots import AdapterVersion
 from .engine_thread import FlightTimes
 from .work import Part
@@ -56,8 +57,10 @@ class Batch:
         )
 
     def finish(self, output: Tensor) -> None:
-        """Cut ``output``, bf16 ``[T, H]``, into that of each part, and hand it back."""
+        """Cut ``output``, bf16 ``[T, H]``, into that of each part, and hand it back. Raises ``EngineError``."""
         parts = self.parts
+        if len(output) != self.num_tokens:
+            raise EngineError(f"the engine answered {self.num_tokens} tokens with {len(output)}")
         self.outputs = (output,) if len(parts) == 1 else torch.split(output, [part.num_tokens for part in parts])
         for part, piece in zip(parts, self.outputs, strict=True):
             if part.rows is not None:

@@ -1,6 +1,7 @@
 """Brings admitted forwards to the engine in batches: what waits when it is free goes together, several batches deep."""
 
 import asyncio
+import logging
 import time
 
 from torch import Tensor
@@ -14,6 +15,8 @@ from .limits import Limits
 from .metrics import Metrics
 from .waiting import WaitingParts
 from .work import Part, Work
+
+log = logging.getLogger(__name__)
 
 SWEEP_S = 0.02
 """How often requests that wait are looked through for deadlines that have passed."""
@@ -93,7 +96,12 @@ class Batcher:
             parts = self._waiting.take()
             if not parts:
                 return
-            self._begin(parts)
+            try:
+                self._begin(parts)
+            except Exception as error:  # what landed must be answered, whatever is wrong with what comes next
+                log.exception("a batch could not be begun")
+                for part in parts:
+                    part.work.fail(error)
 
     def _delay(self) -> float:
         """How many seconds the next batch should wait for more to join it, now that the engine has work."""

@@ -129,10 +129,9 @@ class EngineThread:
         try:
             output = self._run(lambda _engine: forward.result())
             flight.times.ended = time.perf_counter()
+            flight.finish(output)
         except Exception as error:  # noqa: BLE001 - it is the flight's
             flight.fail(error)
-        else:
-            flight.finish(output)
 
     def _install(self, engine: Engine, slot: int, adapter: Adapter) -> bool:
         """Have ``adapter`` in ``slot``: put there unless it is, also where an earlier forward should have done so

@@ -3,7 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -57,12 +57,15 @@ class PlainEngine:
         self.installed: list[tuple[int, float]] = []
         self.wrongs: list[str] = []
         self.refuses: set[float] = set()
+        self.refuses_once = False
+        self.lost_rows = 0
         self.error: Exception | None = None
         self._slots: list[float | None] = [None] * max_loras
         self._reading: Counter[int] = Counter()
         self._flying: list[PlainForward] = []
-        self._gate = threading.Event()
+        self._gate, self._install_gate = threading.Event(), threading.Event()
         self._gate.set()
+        self._install_gate.set()
 
     def begin(self, batch: LayerBatch) -> Forward:
         batch.check(self.model.layer(batch.layer), self.max_loras)
@@ -97,7 +100,10 @@ class PlainEngine:
 
     def install_adapter(self, slot: int, adapter: Adapter) -> None:
         self._write(slot, None)
+        assert self._install_gate.wait(30)
         if adapter.lora_alpha in self.refuses:
+            if self.refuses_once:
+                self.refuses.discard(adapter.lora_alpha)
             raise EngineError("out of memory while copying an adapter")
         self._write(slot, adapter.lora_alpha)
         self.installed.append((slot, adapter.lora_alpha))
@@ -116,19 +122,27 @@ class PlainEngine:
     def close(self) -> None:
         self._gate.set()
 
-    @contextmanager
-    def closed(self) -> Iterator[None]:
+    def closed(self) -> AbstractContextManager[None]:
         """No forward ends inside of this."""
-        self._gate.clear()
-        try:
-            yield
-        finally:
-            self._gate.set()
+        return _cleared(self._gate)
+
+    def installing_closed(self) -> AbstractContextManager[None]:
+        """No adapter is installed inside of this."""
+        return _cleared(self._install_gate)
 
     @property
     def tags(self) -> list[list[float]]:
         """The first number of each token of each batch begun."""
         return [batch.hidden_states[:, 0].tolist() for batch in self.begun]
+
+
+@contextmanager
+def _cleared(gate: threading.Event) -> Iterator[None]:
+    gate.clear()
+    try:
+        yield
+    finally:
+        gate.set()
 
 
 class PlainForward:
@@ -144,7 +158,7 @@ class PlainForward:
         self._engine.land(self)
         if self.error is not None:
             raise self.error
-        return self._output
+        return self._output[self._engine.lost_rows :]
 
 
 def output_of(layer: int, hidden: Tensor, codes: Sequence[float]) -> Tensor:

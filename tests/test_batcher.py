@@ -112,18 +112,18 @@ def test_a_layer_does_not_wait_for_the_rush_of_another(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layer", [1, 3])
 def test_an_adapter_gets_its_slot_however_busy_the_others_are(tmp_path: Path, layer: int) -> None:
-    """Three adapters in three slots never rest; the fourth, on the same layer or another, is served all the same."""
+    """Each batch has all three slots; the fourth adapter, on the same layer or another, is served all the same."""
 
     async def check(plain: PlainService) -> None:
         for name in "abcz":
             await plain.load(name)
         stop = False
 
-        async def popular(name: str, tag: int) -> None:
+        async def popular(tag: int) -> None:
             while not stop:
-                await plain.forward(tokens(*[tag] * 3), name)
+                await plain.forward(tokens(*[tag] * 6), adapters="abcabc")
 
-        rush = [asyncio.ensure_future(popular(name, i)) for i, name in enumerate("abc" * 4)]
+        rush = [asyncio.ensure_future(popular(i)) for i in range(8)]
         await begun(plain.engine, 10)
         before = len(plain.engine.begun)
         await plain.forward(tokens(99), "z", layer=layer)
@@ -132,7 +132,7 @@ def test_an_adapter_gets_its_slot_however_busy_the_others_are(tmp_path: Path, la
         await asyncio.gather(*rush)
         assert at - before <= 2 * MOST_PASSES + 8
 
-    run(tmp_path, check)
+    run(tmp_path, check, timeout_s=20)
 
 
 def test_small_requests_do_not_pass_a_large_one_for_ever(tmp_path: Path) -> None:
@@ -194,6 +194,39 @@ def test_only_the_guilty_of_a_batch_fails(tmp_path: Path) -> None:
         with pytest.raises(EngineError, match="poisoned"):
             await large
         assert (await plain.forward(tokens(5))).hidden_states[0, 0] == 5
+
+    run(tmp_path, check)
+
+
+def test_an_output_of_the_wrong_size_fails_its_requests_and_no_others(tmp_path: Path) -> None:
+    async def check(plain: PlainService) -> None:
+        plain.engine.lost_rows = 1
+        answers = await asyncio.gather(*(plain.forward(tokens(i, i)) for i in range(3)), return_exceptions=True)
+        assert {str(answer) for answer in answers} == {"the engine answered 2 tokens with 1"}
+        plain.engine.lost_rows = 0
+        assert (await plain.forward(tokens(5))).hidden_states[0, 0] == 5
+
+    run(tmp_path, check)
+
+
+def test_a_batch_that_cannot_be_begun_takes_no_other_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def check(plain: PlainService) -> None:
+        await plain.load("a")
+        with plain.engine.closed():
+            first = [asyncio.ensure_future(plain.forward(tokens(*[i] * 8))) for i in range(plain.engine.depth)]
+            await begun(plain.engine, plain.engine.depth)
+            broken = asyncio.ensure_future(plain.forward(tokens(9), "a"))
+            await asyncio.sleep(0.01)
+            with monkeypatch.context() as patched:
+                patched.setattr(plain.service.adapters.table, "place", lambda _versions: [][0])
+                plain.engine._gate.set()
+                with pytest.raises(IndexError):
+                    await broken
+        await asyncio.gather(*first)
+        await plain.forward(tokens(5), "a")
+        assert "could not be begun" in caplog.text
 
     run(tmp_path, check)
 
