@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +66,14 @@ class GraphOptions:
         return max(self.max_eager_tokens, self.max_decode_tokens + 1)
 
 
+class _Served(NamedTuple):
+    """A layer with what runs it: found by its number, since hashing a geometry would cost each forward microseconds."""
+
+    layer: ResidentLayer
+    pool: GraphPool
+    staging: Staging
+
+
 class GraphEngine:
     """``Engine`` over captured CUDA graphs on GPU ``ordinal``; see ``layer/engine.py`` for the calls.
 
@@ -89,6 +97,7 @@ class GraphEngine:
         self._slots: dict[int, AdapterSlots] = {}
         self._pools: dict[Geometry, GraphPool] = {}
         self._stagings: dict[Geometry, Staging] = {}
+        self._served: dict[int, _Served] = {}
         self._memory: DeviceBuffer | None = None
         self._bank: SlotBank | None = None
         self._latest: Arrival | None = None
@@ -118,6 +127,8 @@ class GraphEngine:
                 enter=self._device.make_current,
                 streams=self._streams,
             )
+        for index, layer in self._layers.items():
+            self._served[index] = _Served(layer, self._pools[layer.geometry], self._stagings[layer.geometry])
         self._kernels.seal()
         if self._slots:
             self._bank = SlotBank(self._slots, self._options.max_lora_rank, self._streams.copy)
@@ -178,15 +189,14 @@ class GraphEngine:
 
     def _begin(self, batch: LayerBatch) -> Arrival:
         runnable = self._run(batch, beside=self._latest is not None and self._latest.under_way)
-        staging = self._stagings[self._layers[batch.layer].geometry]
+        staging = self._served[batch.layer].staging
         self._latest = staging.begin_receive(batch.num_tokens, runnable.arena, self._streams.main)
         return self._latest
 
     def _run(self, batch: LayerBatch, *, beside: bool = False) -> Runnable:
-        layer = self._layers[batch.layer]
+        layer, pool, staging = self._served[batch.layer]
         lora = batch.token_slots is not None and int(batch.token_slots.numpy().max()) >= 0
-        runnable = self._pools[layer.geometry].runnable(batch.num_tokens, routing_input(batch), lora)
-        staging, main = self._stagings[layer.geometry], self._streams.main
+        runnable, main = pool.runnable(batch.num_tokens, routing_input(batch), lora), self._streams.main
         staging.send(batch, layer.args, runnable.variant, runnable.arena, main, beside=beside)
         runnable.run(main)
         return runnable

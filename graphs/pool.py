@@ -1,5 +1,6 @@
 """The captured graphs of one geometry, one for each token count, routing input, and with or without LoRA."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -118,7 +119,8 @@ class GraphPool:
 
     def runnable(self, num_tokens: int, routing: RoutingInput, lora: bool) -> Runnable:
         """The smallest prepared variant that holds ``num_tokens``."""
-        size = next((shape for shape in self.shapes if shape >= num_tokens), self.eager_tokens)
+        place = bisect_left(self.shapes, num_tokens)
+        size = self.shapes[place] if place < len(self.shapes) else self.eager_tokens
         return self._runnables[Variant(size, routing, lora)]
 
     @property
