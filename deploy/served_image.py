@@ -69,6 +69,10 @@ class Served:
         finally:
             connection.close()
 
+    def close(self) -> None:
+        """Leave the container's network."""
+        self._network.shutdown()
+
     def wait_until_ready(self) -> None:
         """Wait for ``/ready``. Raises ``ImageError`` when the container ends first, or within two minutes is not."""
         deadline = time.monotonic() + START_S
@@ -114,5 +118,6 @@ def served(store: Store, image: str, options: Sequence[str], arguments: Sequence
         container = Served(store, name)
         container.wait_until_ready()
         yield container
+        container.close()
     finally:
         store.run("podman", "rm", "--force", "--time", "1", name, check=False)

@@ -47,7 +47,7 @@ def stages() -> list[list[Instruction]]:
     return found
 
 
-FINAL_STAGE = stages()[-1]
+BEFORE, *STAGES = stages()
 
 
 def named(stage: list[Instruction], name: str) -> list[Instruction]:

@@ -5,12 +5,11 @@ import shlex
 from fnmatch import fnmatch
 from pathlib import Path
 
-from deployment_files import Instruction, named, options_of, parsed_command, read_variables, stages, variables
+from deployment_files import BEFORE, STAGES, Instruction, named, options_of, parsed_command, read_variables, variables
 from moelet.graphs.compiler import DEFAULT_ARCH
 from moelet.service.settings import Settings
 from source_tree import ROOMS, ROOT, tree_files
 
-BEFORE, *STAGES = stages()
 FINAL = STAGES[-1]
 
 

@@ -14,7 +14,7 @@ import pytest
 import moelet
 from deployment_files import (
     COMPOSE,
-    FINAL_STAGE,
+    STAGES,
     compose_services,
     container,
     kubernetes,
@@ -35,12 +35,12 @@ from moelet.service.settings import Settings
 from running_service import RunningService, running
 from source_tree import ROOT
 
-USER = int(named(FINAL_STAGE, "USER")[0].value.split(":")[0])
+USER = int(named(STAGES[-1], "USER")[0].value.split(":")[0])
 PORT = Settings.model_fields["port"].default
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 LONGEST_REQUEST_S = getattr(Settings.model_fields.get("request_timeout_s"), "default", 30.0)
 HEALTH_CHECKS = {
-    "image": named(FINAL_STAGE, "HEALTHCHECK")[0].words,
+    "image": named(STAGES[-1], "HEALTHCHECK")[0].words,
     **{name: service["healthcheck"]["test"][1:] for name, service in compose_services().items()},
 }
 
@@ -127,6 +127,12 @@ def test_images_bear_the_version_of_the_package() -> None:
     tag = f"moelet:{moelet.__version__}"
     assert container()["image"] == tag
     assert {one["image"] for one in compose_services().values()} == {f"${{IMAGE:-{tag}}}"}
+
+
+@both
+def test_compose_builds_with_the_torch_that_the_image_has_by_default(name: str) -> None:
+    (torch,) = [one.value for one in named(STAGES[0], "ARG") if one.value.startswith("TORCH=")]
+    assert compose(name)["build"]["args"] == {"TORCH": "${TORCH:-" + torch.partition("=")[2].strip('"') + "}"}
 
 
 def test_there_is_time_to_finish_what_runs() -> None:
@@ -220,4 +226,4 @@ def checked(command: list[str], port: int | None) -> int:
 
 
 def test_the_image_leaves_its_port_to_the_manifests() -> None:
-    assert variables(FINAL_STAGE)["MOELET_PORT"] == str(PORT)
+    assert variables(STAGES[-1])["MOELET_PORT"] == str(PORT)
