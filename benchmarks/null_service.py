@@ -37,6 +37,7 @@ class NullEngine:
     max_loras = 1
     max_lora_rank = 1
     depth = 2
+    begins_at_once = True
     batch_tokens = 256
 
     def __init__(self, spec: LayerSpec) -> None:

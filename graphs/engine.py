@@ -84,6 +84,7 @@ class GraphEngine:
     """
 
     depth = 2
+    begins_at_once = True
 
     def __init__(self, model: ModelSpec, options: GraphOptions | None = None, *, ordinal: int = 0) -> None:
         self._model = model
@@ -161,6 +162,7 @@ class GraphEngine:
 
     def begin(self, batch: LayerBatch) -> Forward:
         """Start a forward; see ``Engine.begin``. One of more tokens than run at once is finished when this returns."""
+        self._device.make_current()
         spec = self._model.layer(batch.layer)
         batch.check(spec, self.max_loras)
         if batch.num_tokens == 0:

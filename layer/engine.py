@@ -132,6 +132,11 @@ class Engine(Protocol):
         """How many forwards may be begun before the first of them is waited for."""
 
     @property
+    def begins_at_once(self) -> bool:
+        """Whether ``begin`` only starts a forward, in the time that its tensors take to be copied. Then it may be
+        called from several threads, one at a time."""
+
+    @property
     def batch_tokens(self) -> int:
         """Tokens of the largest batch that is worth forming out of smaller ones; any number can be computed."""
 

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from ..layer.adapter import Adapter
-from ..layer.engine import Engine, Forward, LayerBatch
+from ..layer.engine import Engine, Finished, Forward, LayerBatch
 from ..layer.errors import EngineFailedError
 from .worker import Worker
 
@@ -36,6 +36,7 @@ class Flight(Protocol):
     """A forward that an ``EngineThread`` is given. Its methods are called off the event loop."""
 
     times: FlightTimes
+    num_tokens: int
 
     def adapters(self) -> Sequence[tuple[int, Adapter]]:
         """What must be in which slot."""
@@ -50,11 +51,16 @@ class Flight(Protocol):
         """Take the error."""
 
 
+SMALL_TOKENS = 64
+"""Of a forward that is begun on the event loop: its copy is not felt there."""
+
+
 class EngineThread:
     """Opens an engine on a thread of its own and runs work on it there, in the order submitted.
 
     Forwards are begun on that thread and, where the engine takes several at once, waited for on another, so
-    that the next is begun while one is waited for.
+    that the next is begun while one is waited for. A small one that an engine begins at once is begun where ``begin``
+    is called while the thread has nothing to do: handing it over would take longer.
 
     ``failure`` is the error after which the device can do nothing any more, or None; from then on
     all work ends in ``EngineFailedError``. ``on_failure`` is called once, on either thread.
@@ -88,7 +94,10 @@ class EngineThread:
 
     def begin(self, flight: Flight) -> None:
         """Queue ``flight``; it is finished, or failed, in the end. At most ``depth`` may be neither."""
-        self._caller.give(partial(self._begin, flight))
+        if flight.num_tokens <= SMALL_TOKENS and self._engine.begins_at_once and self._is_free_for(flight):
+            self._begin(flight)
+        else:
+            self._caller.give(partial(self._begin, flight))
 
     def clear(self, slot: int) -> "Future[None]":
         """Queue that ``slot`` be emptied."""
@@ -103,6 +112,10 @@ class EngineThread:
             self._caller.submit(self._engine.close).result()
         finally:
             self._caller.close()
+
+    def _is_free_for(self, flight: Flight) -> bool:
+        """Whether the thread has nothing to do, not even for the adapters of ``flight``."""
+        return self._caller.idle and all(self._installed[slot] is adapter for slot, adapter in flight.adapters())
 
     def _begin(self, flight: Flight) -> None:
         def begun(engine: Engine) -> Forward:
@@ -120,7 +133,7 @@ class EngineThread:
         except Exception as error:  # noqa: BLE001 - it is the flight's
             flight.fail(error)
             return
-        if self._waiter is None:
+        if self._waiter is None or isinstance(forward, Finished):
             self._wait(flight, forward)
         else:
             self._waiter.give(partial(self._wait, flight, forward))

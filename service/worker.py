@@ -14,18 +14,27 @@ class Worker:
     """One thread called ``name``, from its making until ``close``."""
 
     def __init__(self, name: str) -> None:
+        self._undone = 0
+        self._counting = threading.Lock()
         self._given: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def idle(self) -> bool:
+        """Whether all is done that was given; true only until somebody gives more."""
+        return self._undone == 0
+
     def give(self, work: Callable[[], object]) -> None:
         """Have ``work`` done behind all that was given before; it must not raise."""
+        with self._counting:
+            self._undone += 1
         self._given.put(work)
 
     def submit(self, work: Callable[[], Result]) -> "Future[Result]":
         """``give`` it, and what it comes to; a future that was cancelled before its turn is left out."""
         future: Future[Result] = Future()
-        self._given.put(partial(_fulfil, future, work))
+        self.give(partial(_fulfil, future, work))
         return future
 
     def close(self, *, wait: bool = True) -> None:
@@ -37,6 +46,8 @@ class Worker:
     def _work(self) -> None:
         while (work := self._given.get()) is not None:
             work()
+            with self._counting:
+                self._undone -= 1
             del work  # what it holds, while the next is waited for
 
 

@@ -138,6 +138,10 @@ class GatedEngine:
         self.error: Exception | None = None
         self.forwards = 0
 
+    @property
+    def begins_at_once(self) -> bool:
+        return self.gate.is_set() and self.engine.begins_at_once
+
     def begin(self, batch: LayerBatch) -> Forward:
         self.forwards += 1
         if not self.gate.is_set():

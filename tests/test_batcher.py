@@ -31,15 +31,15 @@ async def begun(engine: PlainEngine, batches: int) -> None:
         await asyncio.sleep(0.001)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_requests_that_come_together_are_one_batch(tmp_path: Path, depth: int) -> None:
+@pytest.mark.parametrize(("depth", "begins_at_once"), [(1, False), (2, False), (2, True)])
+def test_requests_that_come_together_are_one_batch(tmp_path: Path, depth: int, begins_at_once: bool) -> None:
     async def check(plain: PlainService) -> None:
         answers = await asyncio.gather(*(plain.forward(tokens(i)) for i in range(8)))
         assert plain.engine.tags == [[float(i) for i in range(8)]]
         for i, answer in enumerate(answers):
             assert torch.equal(answer.hidden_states, output_of(1, tokens(i), [0.0]))
 
-    run(tmp_path, check, PlainEngine(depth=depth))
+    run(tmp_path, check, PlainEngine(depth=depth, begins_at_once=begins_at_once))
 
 
 def test_layers_and_ways_of_routing_go_apart(tmp_path: Path) -> None:
@@ -279,8 +279,8 @@ def test_an_engine_that_fails_for_good_fails_all_that_runs_and_waits(tmp_path: P
     run(tmp_path, check, PlainEngine(depth=depth))
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_random_traffic_of_every_size_and_adapter(tmp_path: Path, depth: int) -> None:
+@pytest.mark.parametrize(("depth", "begins_at_once"), [(1, False), (2, False), (3, False), (2, True)])
+def test_random_traffic_of_every_size_and_adapter(tmp_path: Path, depth: int, begins_at_once: bool) -> None:
     async def check(plain: PlainService) -> None:
         chance = random.Random(depth)
         codes: dict[str | None, float] = {name: await plain.load(name, pinned=name == "a") for name in "abcdef"}
@@ -296,4 +296,4 @@ def test_random_traffic_of_every_size_and_adapter(tmp_path: Path, depth: int) ->
 
         await asyncio.gather(*(client(number) for number in range(16)))
 
-    run(tmp_path, check, PlainEngine(depth=depth, batch_tokens=16))
+    run(tmp_path, check, PlainEngine(depth=depth, batch_tokens=16, begins_at_once=begins_at_once))
