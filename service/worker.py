@@ -1,5 +1,6 @@
 """A thread that does what it is given, one thing after the other, given at a fraction of what an executor takes."""
 
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -7,6 +8,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
+log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
@@ -26,7 +28,7 @@ class Worker:
         return self._undone == 0
 
     def give(self, work: Callable[[], object]) -> None:
-        """Have ``work`` done behind all that was given before; it must not raise."""
+        """Have ``work`` done behind all that was given before; an error of its ends in the log."""
         with self._counting:
             self._undone += 1
         self._given.put(work)
@@ -45,7 +47,10 @@ class Worker:
 
     def _work(self) -> None:
         while (work := self._given.get()) is not None:
-            work()
+            try:
+                work()
+            except Exception:
+                log.exception("what the thread %s was given failed", self._thread.name)
             with self._counting:
                 self._undone -= 1
             del work  # what it holds, while the next is waited for

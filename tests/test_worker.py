@@ -30,6 +30,14 @@ def test_what_is_asked_comes_back_and_so_do_errors() -> None:
     worker.close()
 
 
+def test_an_error_is_told_and_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+    worker = Worker("tried")
+    worker.give(lambda: 1 // 0)
+    assert worker.submit(lambda: 7).result(10) == 7
+    worker.close()
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]
+
+
 def test_what_was_cancelled_before_its_turn_is_left_out() -> None:
     worker, turn, done = Worker("tried"), threading.Event(), []
     worker.give(lambda: done.append(turn.wait(10)))
