@@ -267,6 +267,7 @@ def http_config(
         ws="none",
         log_config=None,
         access_log=False,
+        proxy_headers=False,  # nothing here asks where a request came from
         server_header=False,
         lifespan="on",
     )
