@@ -159,9 +159,10 @@ class SlotBank:
         self._filled: set[int] = set()
 
     def install(self, slot: int, adapter: Adapter) -> None:
-        """Replace what ``slot`` holds, whole; no forward may be using it.
+        """Replace what ``slot`` holds, whole; no forward may be using it, others may run meanwhile.
 
-        The slot is empty while it is written. Raises ``AdapterRefusedError`` for a rank beyond the slots'.
+        The slot is empty while it is written, through the copy stream alone, which alone is waited for; one call at a
+        time. Raises ``AdapterRefusedError`` for a rank beyond the slots'.
         """
         if adapter.max_rank > self._max_lora_rank:
             raise AdapterRefusedError("r", f"a rank of at most {self._max_lora_rank}", str(adapter.max_rank))

@@ -166,7 +166,7 @@ class Device:
         return ARCHITECTURES[self.compute_capability]
 
     def make_current(self) -> None:
-        """Let the calling thread use the device; each thread calls this once."""
+        """Let the calling thread use the device; a thread calls this once or more often, at little cost."""
         call(driver.cuCtxSetCurrent, self.context)
 
     def synchronize(self) -> None:

@@ -204,12 +204,16 @@ class GraphEngine:
         return runnable
 
     def install_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Put ``adapter`` into ``slot`` whole; see ``Engine.install_adapter``."""
-        self._slot_bank(slot).install(slot, adapter)
+        """Put ``adapter`` into ``slot`` whole, over the copy stream; see ``Engine.install_adapter``."""
+        bank = self._slot_bank(slot)
+        self._device.make_current()
+        bank.install(slot, adapter)
 
     def remove_adapter(self, slot: int) -> None:
         """Leave ``slot`` empty."""
-        self._slot_bank(slot).remove(slot)
+        bank = self._slot_bank(slot)
+        self._device.make_current()
+        bank.remove(slot)
 
     def plans(self, layer: int) -> Sequence[Mapping[str, Any]]:
         """The plan of every captured shape of ``layer``, and of what runs eagerly."""

@@ -107,8 +107,12 @@ class Finished:
 class Engine(Protocol):
     """Computes MoE layers and holds adapters in numbered slots.
 
-    All calls come from one thread. A slot keeps its number for the engine's life; what is in it
-    changes only through ``install_adapter`` and ``remove_adapter``, never during a ``forward``.
+    All calls come from one thread, but for two: what was begun may be waited for on another, and
+    ``install_adapter`` and ``remove_adapter`` may be called on a third, one at a time, while forwards are
+    begun and computed that do not use that slot. One that does is begun only after the call returned, and
+    none that was begun before and does may still be computed when it is made.
+
+    A slot keeps its number for the engine's life; what is in it changes only through these two.
     """
 
     @property
@@ -143,8 +147,7 @@ class Engine(Protocol):
     def begin(self, batch: LayerBatch) -> Forward:
         """Start a forward; forwards compute, and are waited for, in the order begun.
 
-        The batch's tensors may be changed once this returns. Adapters that ``install_adapter`` puts
-        in place afterwards do not touch it. Raises as ``forward`` does.
+        The batch's tensors may be changed once this returns. Raises as ``forward`` does.
         """
 
     def forward(self, batch: LayerBatch) -> Tensor:

@@ -1,19 +1,20 @@
 """Which adapters are loaded, who uses them, and which slot each sits in: bookkeeping that touches no tensor.
 
 The life of a version: ``put`` makes it current; each admitted request ``acquire``s it and later
-``release``s it; each batch ``place``s the versions of its tokens and ``unplace``s them when it is done.
-A replaced, removed or evicted version is *retired*: no request can acquire it any more, those that
-hold it are served by it to their end, and its slot is free once neither request nor batch holds it.
+``release``s it; each part of a request ``place``s the versions of its tokens before it is computed, or
+``hold``s them where they have slots already, and ``unplace``s them when it is done. A version that was
+given a slot is *ready* once the engine has ``installed`` it there. A replaced, removed or evicted version
+is *retired*: no request can acquire it any more, those that hold it are served by it to their end, and its
+slot is free once nobody holds it and no install fills it.
 
 Nothing here locks: all calls come from one thread, as those of the ``Engine`` do.
 """
 
 import itertools
-import re
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
 
 from .adapter import Adapter
+from .adapter_version import AdapterVersion, check_name
 from .departed import DepartedNames
 from .errors import (
     AdapterAlreadyLoadedError,
@@ -21,53 +22,7 @@ from .errors import (
     AdapterCapacityError,
     AdapterNotLoadedError,
     ConfigurationError,
-    RequestError,
 )
-
-NAME_PATTERN = "[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
-"""What an adapter's name must match, whole."""
-
-
-def check_name(name: str, param: str = "lora_name") -> None:
-    """Raise ``RequestError`` with ``param`` unless ``name`` matches ``NAME_PATTERN`` whole."""
-    if re.fullmatch(NAME_PATTERN, name) is None:
-        shown = name if len(name) <= 140 else f"{name[:140]}…"
-        raise RequestError(f"an adapter's name must match {NAME_PATTERN}, got {shown!r}", param)
-
-
-@dataclass(slots=True, eq=False)
-class AdapterVersion:
-    """One loaded state of a named adapter; compared by identity, written to by ``AdapterTable`` alone.
-
-    ``version``    1, 2, … of this name, never used twice
-    ``in_flight``  requests that hold it
-    ``holds``      batches in flight that hold its slot
-    ``slot``       its slot, or None
-    ``draining``   it is being unloaded: requests in flight finish, new ones are refused
-    ``retired``    it is no longer current
-    ``last_used``  orders versions by their last put, acquire or place
-    """
-
-    name: str
-    version: int
-    adapter: Adapter
-    pinned: bool = False
-    in_flight: int = 0
-    holds: int = 0
-    slot: int | None = None
-    draining: bool = False
-    retired: bool = False
-    last_used: int = 0
-
-    @property
-    def in_use(self) -> bool:
-        """Whether a request or a batch holds it."""
-        return self.in_flight > 0 or self.holds > 0
-
-    @property
-    def keeps_slot(self) -> bool:
-        """Whether the slot that it sits in cannot be taken for another now."""
-        return self.holds > 0 or (self.pinned and not self.retired)
 
 
 class AdapterTable:
@@ -182,44 +137,59 @@ class AdapterTable:
         return version
 
     def place(self, versions: Collection[AdapterVersion]) -> list[AdapterVersion]:
-        """Give every version of a batch a slot until ``unplace``; those returned must be installed now.
+        """Give every one of ``versions`` a slot, held until ``unplace``; those returned must be installed now.
 
-        Slots are taken free ones first, then from versions that no batch holds and that are not pinned:
-        those that no request waits for before the others, least recently used first. Raises
-        ``AdapterCapacityError`` when there are too few; the batch must then be split or wait.
+        Slots are taken free ones first, then from versions that are ready, that nobody holds and that are not
+        pinned: those that no request waits for before the others, least recently used first. Raises
+        ``AdapterCapacityError`` when there are too few; whoever asks must then ask for fewer, or wait.
         """
-        batch = dict.fromkeys(versions)
-        for version in batch:
+        wanted = dict.fromkeys(versions)
+        for version in wanted:
             if version.retired and not version.in_use:
                 raise RuntimeError(f"version {version.version} of {version.name!r} is gone and was placed")
-        missing = [version for version in batch if version.slot is None]
-        slots = [*self.free_slots(), *self._takeable_slots(batch)]
+        missing = [version for version in wanted if version.slot is None]
+        slots = [*self.free_slots(), *self._takeable_slots(wanted)]
         if len(missing) > len(slots):
             raise AdapterCapacityError(
-                f"a batch of {len(batch)} adapters needs {len(missing)} more of the {self.max_loras} adapter slots, "
+                f"a batch of {len(wanted)} adapters needs {len(missing)} more of the {self.max_loras} adapter slots, "
                 f"and {len(slots)} can be had: the others are pinned or in use"
             )
         for version, slot in zip(missing, slots, strict=False):
             self._assign(version, slot)
-        for version in batch:
-            version.holds += 1
-            self._touch(version)
+        self.hold(wanted)
         return missing
 
+    def hold(self, versions: Iterable[AdapterVersion]) -> None:
+        """Hold the slots of ``versions``, which have some, until ``unplace``."""
+        clock = self._clock
+        for version in versions:
+            version.holds += 1
+            version.last_used = next(clock)
+
     def unplace(self, versions: Collection[AdapterVersion]) -> None:
-        """The batch that ``place``d ``versions`` is done with their slots."""
-        batch = dict.fromkeys(versions)
-        if any(version.holds < 1 for version in batch):
-            raise RuntimeError(f"one of {[v.name for v in batch]} was unplaced more often than placed")
-        for version in batch:
+        """Who ``place``d or ``hold``s ``versions`` is done with their slots."""
+        held = dict.fromkeys(versions)
+        for version in held:
+            if version.holds < 1:
+                raise RuntimeError(f"one of {[v.name for v in held]} was unplaced more often than placed")
+        for version in held:
             version.holds -= 1
-            self._settle(version)
+            if version.retired:
+                self._settle(version)
+
+    def installed(self, version: AdapterVersion) -> None:
+        """``version`` is in its slot now, whole."""
+        if not version.installing:
+            raise RuntimeError(f"version {version.version} of {version.name!r} was not being installed")
+        version.ready = True
+        self._settle(version)
 
     def vacate(self, version: AdapterVersion) -> None:
-        """Take ``version`` out of its slot, because installing it failed; first ``unplace`` its batch."""
+        """Take ``version`` out of its slot, because installing it failed; first ``unplace`` it."""
         if version.holds:
-            raise RuntimeError(f"{version.holds} batches hold slot {version.slot} of {version.name!r}")
+            raise RuntimeError(f"slot {version.slot} of {version.name!r} is held {version.holds} times")
         self._free(version)
+        self._settle(version)
 
     def free_slots(self) -> list[int]:
         """Slots that no version sits in, ascending."""
@@ -268,25 +238,25 @@ class AdapterTable:
 
     def _settle(self, version: AdapterVersion) -> None:
         if version.retired and not version.in_use:
-            del self._retired[version]
+            self._retired.pop(version, None)
             self._free(version)
 
     def _free(self, version: AdapterVersion) -> None:
         if version.slot is not None:
             self._slots[version.slot] = None
             self._freed.add(version.slot)
-            version.slot = None
+            version.slot, version.ready = None, False
 
-    def _takeable_slots(self, batch: Collection[AdapterVersion]) -> list[int]:
-        """Slots that may be taken for ``batch``, best first."""
-        idle = [v for v in self._slots if v and not v.keeps_slot and v not in batch]
+    def _takeable_slots(self, wanted: Collection[AdapterVersion]) -> list[int]:
+        """Slots that may be taken for ``wanted``, best first."""
+        idle = [v for v in self._slots if v and not v.keeps_slot and v not in wanted]
         idle.sort(key=lambda v: (v.in_flight > 0, v.last_used))
         return [v.slot for v in idle if v.slot is not None]
 
     def _assign(self, version: AdapterVersion, slot: int) -> None:
         victim = self._slots[slot]
         if victim is not None:
-            victim.slot = None
+            victim.slot, victim.ready = None, False
             self.slot_evictions += 1
         self._freed.discard(slot)
         self._slots[slot] = version

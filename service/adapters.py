@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from ..layer.adapter import Adapter
+from ..layer.adapter_version import AdapterVersion, check_name
 from ..layer.errors import (
     AdapterAlreadyLoadedError,
     AdapterBusyError,
@@ -19,7 +20,7 @@ from ..layer.errors import (
     AdapterNotLoadedError,
     AdapterRefusedError,
 )
-from ..layer.slots import AdapterTable, AdapterVersion, check_name
+from ..layer.slots import AdapterTable
 from .adapter_roots import AdapterRoots
 from .engine_thread import EngineThread
 from .sent_text import utf8
@@ -162,7 +163,7 @@ class AdapterRegistry:
     def record(self, version: AdapterVersion) -> dict[str, Any]:
         """What is told of a loaded adapter."""
         adapter = version.adapter
-        on_gpu = version.slot is not None and self._engine.device.startswith("cuda")
+        on_gpu = version.ready and self._engine.device.startswith("cuda")
         return {
             "name": version.name,
             "version": version.version,
@@ -175,7 +176,7 @@ class AdapterRegistry:
             "targets": list(adapter.targets),
             "bytes": adapter.nbytes,
             "resident": "gpu" if on_gpu else "host",
-            "slot": version.slot,
+            "slot": version.slot if version.ready else None,
             "in_flight": self.in_flight(version.name),
             "pinned": version.pinned,
             "ignored_keys": list(adapter.ignored_keys),

@@ -7,18 +7,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..layer.adapter import Adapter
+from ..layer.adapter_version import AdapterVersion
 from ..layer.engine import LayerBatch
 from ..layer.errors import EngineError
-from ..layer.slots import AdapterVersion
 from .engine_thread import FlightTimes
 from .work import Part
 
 
 class Batch:
-    """Some parts of one key, whose adapter versions have slots.
+    """Some parts of one key, which hold the slots that their adapters are in.
 
-    ``versions``   those of all parts, each once
     ``outputs``    bf16 ``[t, H]`` of each part, once computed
     ``error``      why there are none, once it failed
     ``taken_at``   when it was formed, by ``time.monotonic``
@@ -26,11 +24,8 @@ class Batch:
     Made and taken back on the event loop; in between the engine's threads have it.
     """
 
-    def __init__(
-        self, parts: Sequence[Part], versions: Sequence[AdapterVersion], landed: "Callable[[Batch], None]"
-    ) -> None:
+    def __init__(self, parts: Sequence[Part], landed: "Callable[[Batch], None]") -> None:
         self.parts = parts
-        self.versions = versions
         self.num_tokens = sum(part.num_tokens for part in parts)
         self.outputs: Sequence[Tensor] = ()
         self.error: Exception | None = None
@@ -38,14 +33,10 @@ class Batch:
         self.times = FlightTimes()
         self._landed = landed
 
-    def adapters(self) -> list[tuple[int, Adapter]]:
-        """What each slot that is read must hold."""
-        return [(version.slot, version.adapter) for version in self.versions if version.slot is not None]
-
     def assemble(self) -> LayerBatch:
         """All tokens as one batch."""
         first = self.parts[0].batch
-        slots = self._token_slots() if self.versions else None
+        slots = self._token_slots() if any(part.versions for part in self.parts) else None
         batches = [part.batch for part in self.parts]
         return LayerBatch(
             layer=first.layer,

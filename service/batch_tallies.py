@@ -20,11 +20,11 @@ class BatchTallies:
 
     def __init__(self, seconds: Callable[[str, str], Distribution], register: Callable[[Any], None]) -> None:
         self.queue_seconds = seconds("moelet_queue_seconds", "From a forward's admission to its batch")
-        self.copy_in_seconds = seconds("moelet_copy_in_seconds", "From adapters in place to a batch that was begun")
+        self.copy_in_seconds = seconds("moelet_copy_in_seconds", "From a batch's turn to its being begun")
         self.compute_seconds = seconds("moelet_compute_seconds", "From then to a batch's output on the host")
         self.copy_out_seconds = seconds("moelet_copy_out_seconds", "From then to its parts handed to their requests")
-        self.forward_seconds = seconds("moelet_forward_seconds", "In the engine, one batch: installs to output")
-        self.install_seconds = seconds("moelet_adapter_install_seconds", "Putting a batch's adapters into slots")
+        self.forward_seconds = seconds("moelet_forward_seconds", "In the engine, one batch: copy in to output")
+        self.install_seconds = seconds("moelet_adapter_install_seconds", "Putting one adapter into its slot")
         self.tokens = Distribution("moelet_batch_tokens", "Tokens of a batch", TOKENS)
         self.requests = Distribution("moelet_batch_requests", "Forwards that share a batch", REQUESTS)
         self.padding = Counts("moelet_padding_tokens", "Tokens that batches were padded by to a captured shape")
@@ -62,11 +62,9 @@ class BatchTallies:
         times, done = batch.times, time.perf_counter()
         if not times.ended:
             return
-        begun = times.installed if self._computes_at_once else times.begun
-        if times.installs:
-            self.install_seconds.observe(times.installed - times.started)
+        begun = times.started if self._computes_at_once else times.begun
         if not self._computes_at_once:
-            self.copy_in_seconds.observe(begun - times.installed)
+            self.copy_in_seconds.observe(begun - times.started)
         self.compute_seconds.observe(times.ended - begun)
         self.copy_out_seconds.observe(done - times.ended)
         self.forward_seconds.observe(times.ended - times.started)

@@ -3,9 +3,11 @@
 import asyncio
 import logging
 import time
+from functools import partial
 
 from torch import Tensor
 
+from ..layer.adapter_version import AdapterVersion
 from ..layer.errors import EngineFailedError
 from .adapters import AdapterRegistry
 from .batch import Batch
@@ -34,7 +36,7 @@ class Batcher:
         self._adapters = adapters
         self._metrics = metrics
         self._limits = limits
-        self._waiting = WaitingParts(adapters.table, limits.max_batch_tokens or engine.batch_tokens)
+        self._waiting = WaitingParts(adapters.table, limits.max_batch_tokens or engine.batch_tokens, self._install)
         self._open: dict[Work, None] = {}
         self._in_flight = 0
         self._will_form = False
@@ -66,9 +68,7 @@ class Batcher:
         self._open[work] = None
         for part in work.parts(self._waiting.max_batch_tokens):
             self._waiting.push(part)
-        if not self._will_form and self._in_flight < self._engine.depth:
-            self._will_form = True
-            self._loop.call_soon(self._form)
+        self._form_soon()
         if not self._will_sweep:
             self._will_sweep = True
             self._loop.call_later(SWEEP_S, self._sweep)
@@ -78,16 +78,22 @@ class Batcher:
             del self._open[work]
             if work.waiting:
                 self._waiting.drop(work)
+                self._form_soon()
 
     def fail(self, error: EngineFailedError) -> None:
         """The engine failed for good: so does everything that waits for it."""
         for work in list(self._open):
             work.fail(EngineFailedError(str(error)))
 
+    def _form_soon(self) -> None:
+        if not self._will_form and self._in_flight < self._engine.depth:
+            self._will_form = True
+            self._loop.call_soon(self._form)
+
     def _form(self) -> None:
-        """Begin batches of what waits, as many as the engine takes."""
+        """Begin batches of what is ready, as many as the engine takes."""
         self._will_form = False
-        while self._in_flight < self._engine.depth and self._waiting.requests:
+        while self._in_flight < self._engine.depth and self._waiting.any_ready:
             if self._in_flight and (delay := self._delay()) > 0:
                 if self._delayed is not None:
                     self._delayed.cancel()
@@ -95,13 +101,14 @@ class Batcher:
                 return
             parts = self._waiting.take()
             if not parts:
-                return
+                continue
             try:
                 self._begin(parts)
             except Exception as error:  # what landed must be answered, whatever is wrong with what comes next
                 log.exception("a batch could not be begun")
                 for part in parts:
                     part.work.fail(error)
+                self._waiting.landed(parts)
 
     def _delay(self) -> float:
         """How many seconds the next batch should wait for more to join it, now that the engine has work."""
@@ -110,12 +117,9 @@ class Batcher:
         return self._waiting.since + self._limits.queue_delay_s - time.monotonic()
 
     def _begin(self, parts: list[Part]) -> None:
-        versions = list(dict.fromkeys(version for part in parts for version in part.versions))
-        if versions:
-            self._adapters.table.place(versions)
-        batch = Batch(parts, versions, self._hand_back)
-        self._in_flight += 1
+        batch = Batch(parts, self._hand_back)
         self._metrics.batch_begun(batch)
+        self._in_flight += 1
         self._engine.begin(batch)
 
     def _hand_back(self, batch: Batch) -> None:
@@ -125,12 +129,23 @@ class Batcher:
     def _landed(self, batch: Batch) -> None:
         """Let go of the slots, begin what waits, and only then answer."""
         self._in_flight -= 1
-        if batch.versions:
-            self._unplace(batch)
+        try:
+            self._go_on(batch)
+        finally:
+            self._answer(batch)
+
+    def _go_on(self, batch: Batch) -> None:
         parts, error = batch.parts, batch.error
+        again: list[Part] = []
         if error is not None and len(parts) > 1 and not isinstance(error, EngineFailedError):
-            self._waiting.push_again([part for part in parts if not part.work.result.done()])
+            again = [part for part in parts if not part.work.result.done()]
+            self._waiting.push_again(again)
+        self._waiting.landed([part for part in parts if not part.alone] if again else parts)
+        self._adapters.settle()
         self._form()
+
+    def _answer(self, batch: Batch) -> None:
+        parts, error = batch.parts, batch.error
         if error is None:
             now = time.monotonic()
             for part, output in zip(parts, batch.outputs, strict=True):
@@ -140,14 +155,21 @@ class Batcher:
                 part.work.fail(error)
         self._metrics.batch_ended(batch)
 
-    def _unplace(self, batch: Batch) -> None:
-        table = self._adapters.table
-        table.unplace(batch.versions)
-        if batch.error is not None:
-            for version in batch.versions:
-                if not version.holds and version.slot is not None:
-                    table.vacate(version)
+    def _install(self, version: AdapterVersion) -> None:
+        """Have ``version`` put into the slot that it was given."""
+        assert version.slot is not None
+        self._engine.install(version.slot, version.adapter, partial(self._install_ended, version))
+
+    def _install_ended(self, version: AdapterVersion, error: Exception | None, seconds: float) -> None:
+        """Called on the engine's threads."""
+        self._loop.call_soon_threadsafe(self._installed, version, error, seconds)
+
+    def _installed(self, version: AdapterVersion, error: Exception | None, seconds: float) -> None:
+        if error is None:
+            self._metrics.adapter_installed(seconds)
+        self._waiting.install_ended(version, error)
         self._adapters.settle()
+        self._form()
 
     def _sweep(self) -> None:
         """End what has waited for too long, however long the engine takes over what it has."""

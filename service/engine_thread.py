@@ -1,9 +1,10 @@
-"""The threads that speak to the engine: all calls to it run on one, and another waits for forwards that were begun."""
+"""The threads that speak to the engine: one begins forwards, one waits for them, and one fills adapter slots beside."""
 
 import asyncio
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -22,14 +23,12 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class FlightTimes:
-    """When a forward's adapters were looked after, were in place, when it was begun, and when it ended; seconds of
-    ``time.perf_counter``, 0 for what did not happen. ``installs`` is how many adapters had to be put in place."""
+    """When a forward's turn came, when it was begun, and when it ended; seconds of ``time.perf_counter``, 0 for what
+    did not happen."""
 
     started: float = 0.0
-    installed: float = 0.0
     begun: float = 0.0
     ended: float = 0.0
-    installs: int = 0
 
 
 class Flight(Protocol):
@@ -37,9 +36,6 @@ class Flight(Protocol):
 
     times: FlightTimes
     num_tokens: int
-
-    def adapters(self) -> Sequence[tuple[int, Adapter]]:
-        """What must be in which slot."""
 
     def assemble(self) -> LayerBatch:
         """What to compute."""
@@ -60,10 +56,11 @@ class EngineThread:
 
     Forwards are begun on that thread and, where the engine takes several at once, waited for on another, so
     that the next is begun while one is waited for. A small one that an engine begins at once is begun where ``begin``
-    is called while the thread has nothing to do: handing it over would take longer.
+    is called while the thread has nothing to do: handing it over would take longer. Adapters are put into slots on a
+    third, in the order asked for, so that no forward waits for that.
 
     ``failure`` is the error after which the device can do nothing any more, or None; from then on
-    all work ends in ``EngineFailedError``. ``on_failure`` is called once, on either thread.
+    all work ends in ``EngineFailedError``. ``on_failure`` is called once, on any of the threads.
     """
 
     def __init__(self, open_engine: Callable[[], Engine]) -> None:
@@ -81,8 +78,9 @@ class EngineThread:
         self.max_lora_rank = self._engine.max_lora_rank
         self.depth = self._engine.depth
         self.batch_tokens = self._engine.batch_tokens
-        self._installed: list[Adapter | None] = [None] * self.max_loras
         self._waiter = Worker("moelet-output") if self.depth > 1 else None
+        self._installer = Worker("moelet-slots")
+        self._failing = threading.Lock()
 
     def submit(self, work: Callable[[Engine], Result]) -> "Future[Result]":
         """Queue ``work`` behind all that was submitted before it."""
@@ -94,14 +92,21 @@ class EngineThread:
 
     def begin(self, flight: Flight) -> None:
         """Queue ``flight``; it is finished, or failed, in the end. At most ``depth`` may be neither."""
-        if flight.num_tokens <= SMALL_TOKENS and self._engine.begins_at_once and self._is_free_for(flight):
+        if flight.num_tokens <= SMALL_TOKENS and self._engine.begins_at_once and self._caller.idle:
             self._begin(flight)
         else:
             self._caller.give(partial(self._begin, flight))
 
+    def install(self, slot: int, adapter: Adapter, ended: Callable[[Exception | None, float], None]) -> None:
+        """Queue that ``adapter`` be put into ``slot``, which no flight may use that is not begun after the end.
+
+        ``ended`` is then called off the event loop, with what went wrong, if anything, and how many seconds it took.
+        """
+        self._installer.give(partial(self._install, slot, adapter, ended))
+
     def clear(self, slot: int) -> "Future[None]":
-        """Queue that ``slot`` be emptied."""
-        return self.submit(lambda engine: self._clear(engine, slot))
+        """Queue that ``slot`` be emptied, behind the installs asked for before."""
+        return self._installer.submit(partial(self._run, lambda engine: engine.remove_adapter(slot)))
 
     def close(self) -> None:
         """Let what was submitted finish, close the engine and end the threads."""
@@ -109,21 +114,15 @@ class EngineThread:
             if self._waiter is not None:
                 self._caller.submit(lambda: None).result()
                 self._waiter.close()
+            self._installer.close()
             self._caller.submit(self._engine.close).result()
         finally:
             self._caller.close()
-
-    def _is_free_for(self, flight: Flight) -> bool:
-        """Whether the thread has nothing to do, not even for the adapters of ``flight``."""
-        return self._caller.idle and all(self._installed[slot] is adapter for slot, adapter in flight.adapters())
 
     def _begin(self, flight: Flight) -> None:
         def begun(engine: Engine) -> Forward:
             times = flight.times
             times.started = time.perf_counter()
-            for slot, adapter in flight.adapters():
-                times.installs += self._install(engine, slot, adapter)
-            times.installed = time.perf_counter()
             forward = engine.begin(flight.assemble())
             times.begun = time.perf_counter()
             return forward
@@ -146,19 +145,13 @@ class EngineThread:
         except Exception as error:  # noqa: BLE001 - it is the flight's
             flight.fail(error)
 
-    def _install(self, engine: Engine, slot: int, adapter: Adapter) -> bool:
-        """Have ``adapter`` in ``slot``: put there unless it is, also where an earlier forward should have done so
-        and failed; whether it had to be."""
-        if self._installed[slot] is adapter:
-            return False
-        self._installed[slot] = None
-        engine.install_adapter(slot, adapter)
-        self._installed[slot] = adapter
-        return True
-
-    def _clear(self, engine: Engine, slot: int) -> None:
-        self._installed[slot] = None
-        engine.remove_adapter(slot)
+    def _install(self, slot: int, adapter: Adapter, ended: Callable[[Exception | None, float], None]) -> None:
+        started, failed = time.perf_counter(), None
+        try:
+            self._run(lambda engine: engine.install_adapter(slot, adapter))
+        except Exception as error:  # noqa: BLE001 - it is whose adapter it is
+            failed = error
+        ended(failed, time.perf_counter() - started)
 
     def _run(self, work: Callable[[Engine], Result]) -> Result:
         if self.failure is not None:
@@ -166,7 +159,13 @@ class EngineThread:
         try:
             return work(self._engine)
         except EngineFailedError as error:
-            self.failure = error
-            log.critical("the engine failed for good: %s", error)
-            self.on_failure(error)
+            self._fail(error)
             raise
+
+    def _fail(self, error: EngineFailedError) -> None:
+        with self._failing:
+            if self.failure is not None:
+                return
+            self.failure = error
+        log.critical("the engine failed for good: %s", error)
+        self.on_failure(error)

@@ -82,6 +82,10 @@ class Metrics:
         """Count the time of a batch that was computed, once its forwards have their outputs."""
         self.batches.ended(batch)
 
+    def adapter_installed(self, seconds: float) -> None:
+        """Count the time that it took to put an adapter into its slot."""
+        self.batches.install_seconds.observe(seconds)
+
     def forward(self) -> ForwardWatch:
         """Count one forward from its headers to its answer, or to the error that ends it: a context manager."""
         self.requests_in_flight += 1

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from ..layer.adapter import Adapter
 from ..layer.adapter_loading import load_adapter
+from ..layer.adapter_version import check_name
 from ..layer.checkpoint import open_checkpoint
 from ..layer.demo import NAME, write_demo
 from ..layer.errors import AdapterError, ConfigurationError
-from ..layer.slots import check_name
 from ..layer.spec import ranges
 from .adapter_roots import AdapterRoots
 from .engine_thread import EngineThread

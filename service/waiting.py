@@ -2,9 +2,11 @@
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 
-from ..layer.slots import AdapterTable, AdapterVersion
+from ..layer.adapter_version import AdapterVersion
+from ..layer.slots import AdapterTable
+from .swaps import Swaps
 from .work import Key, Part, Work
 
 MOST_PASSES = 8
@@ -13,68 +15,80 @@ MOST_LOOKS = 64
 """So many parts that do not fit are looked past for one batch."""
 
 
-class SlotRoom:
-    """Whether adapters find slots beside those that a batch needs already and those that cannot be moved."""
-
-    def __init__(self, table: AdapterTable) -> None:
-        self._most = table.max_loras
-        self._kept = {version for version in table.slot_table() if version is not None and version.keeps_slot}
-
-    def fits(self, versions: Collection[AdapterVersion]) -> bool:
-        """Whether each of ``versions`` can have a slot."""
-        return len(self._kept.union(versions)) <= self._most
-
-    def add(self, versions: Collection[AdapterVersion]) -> None:
-        """The batch needs ``versions`` too."""
-        self._kept.update(versions)
-
-
 class WaitingParts:
     """Parts that wait, and which of them go next.
 
-    Queues take turns, a batch each, so that no layer waits for another's rush. In a queue the oldest part goes first;
-    later ones go with it, and before others that do not fit the batch, but not before the same one for ever.
+    A part is in a queue once its adapters are ready in their slots, which it holds; until then it waits in ``Swaps``
+    and keeps nobody waiting. Queues take turns, a batch each, so that no layer waits for another's rush. In a queue the
+    oldest part goes first; later ones go with it, and before others that do not fit the batch, but not before the same
+    one for ever.
 
-    ``requests``, ``tokens`` and ``num_bytes`` are those of all that waits.
+    ``requests``, ``tokens`` and ``num_bytes`` are those of all that waits. ``install`` has a version put into its slot,
+    and ``install_ended`` is to be called then.
     """
 
-    def __init__(self, table: AdapterTable, max_batch_tokens: int) -> None:
+    def __init__(self, table: AdapterTable, max_batch_tokens: int, install: Callable[[AdapterVersion], None]) -> None:
         self.requests = 0
         self.tokens = 0
         self.num_bytes = 0
         self.max_batch_tokens = max_batch_tokens
-        self._table = table
+        self._swaps = Swaps(table, install, self._queue_by_age)
         self._queues: OrderedDict[Key, deque[Part]] = OrderedDict()
 
     def push(self, part: Part) -> None:
         """``part`` waits behind all others of its key."""
         self._count(part, 1)
-        key = part.key
-        queue = self._queues.get(key)
-        if queue is None:
-            queue = self._queues[key] = deque()
-        queue.append(part)
+        if part.versions:
+            self._swaps.ask(part)
+        else:
+            self._queue_of(part).append(part)
 
     def push_again(self, parts: Collection[Part]) -> None:
         """``parts`` of one key, which were in a batch that failed, wait before all others, each for a batch alone."""
         for part in reversed(list(parts)):
             part.alone = True
             self._count(part, 1)
-            self._queues.setdefault(part.key, deque()).appendleft(part)
+            self._queue_of(part).appendleft(part)
 
     def drop(self, work: Work) -> None:
         """Nobody waits for ``work`` any more."""
         for key, queue in list(self._queues.items()):
             for part in [part for part in queue if part.work is work]:
                 queue.remove(part)
-                self._count(part, -1)
+                self._leave(part)
             if not queue:
                 del self._queues[key]
+        for part in self._swaps.drop(work):
+            self._leave(part)
+        self._swaps.admit()
+
+    def install_ended(self, version: AdapterVersion, error: Exception | None) -> None:
+        """``version`` is in its slot, or cannot be put there: then what waited for it fails."""
+        if error is None:
+            self._swaps.installed(version)
+        else:
+            for part in self._swaps.failed(version):
+                self._leave(part)
+                part.work.fail(error)
+        self._swaps.admit()
+
+    def landed(self, parts: Collection[Part]) -> None:
+        """``parts`` were in a batch that has ended, and do not come again."""
+        for part in parts:
+            if part.holds:
+                self._swaps.let_go(part)
+        self._swaps.end_round()
+        self._swaps.admit()
 
     @property
     def adapters(self) -> set[str]:
         """The names of the adapters of all that waits."""
-        return {version.name for queue in self._queues.values() for part in queue for version in part.versions}
+        return {version.name for part in self._parts() for version in part.versions}
+
+    @property
+    def any_ready(self) -> bool:
+        """Whether there is something to compute now."""
+        return bool(self._queues)
 
     @property
     def fills_a_batch(self) -> bool:
@@ -84,49 +98,47 @@ class WaitingParts:
 
     @property
     def since(self) -> float:
-        """When the oldest came, by ``time.monotonic``."""
+        """When the oldest came that can be computed now, by ``time.monotonic``; there must be one."""
         return min(queue[0].work.queued_at for queue in self._queues.values())
 
     def take(self) -> list[Part]:
-        """The parts of the next batch; none where nothing waits, or all that does needs slots of batches in flight."""
+        """The parts of the next batch; none where nothing is ready, or nobody waits any more for what was."""
         now = time.monotonic()
+        taken: list[Part] = []
+        over: list[Part] = []
         for key in list(self._queues):
             queue = self._queues[key]
-            taken = self._take(queue, now)
-            if queue and not taken and queue[0].passes > MOST_PASSES:
-                return []  # whatever went before it could hold the slots that it waits for
+            taken = self._take(queue, now, over)
             if queue:
                 self._queues.move_to_end(key)
             else:
                 del self._queues[key]
             if taken:
-                return taken
-        return []
+                break
+        for part in over:
+            self._leave(part)
+        if over:
+            self._swaps.admit()
+        return taken
 
-    def _take(self, queue: deque[Part], now: float) -> list[Part]:
+    def _take(self, queue: deque[Part], now: float, over: list[Part]) -> list[Part]:
+        """The next batch of ``queue``; also taken out of it, ``over`` gets what nobody waits for."""
         taken: list[Part] = []
         passed: list[Part] = []
         room = self.max_batch_tokens
-        slots: SlotRoom | None = None
         while queue and room:
             part = queue.popleft()
-            if part.versions and slots is None:
-                slots = SlotRoom(self._table)
-            if self._is_over(part, now):
-                self._count(part, -1)
-            elif part.num_tokens <= room and (not part.versions or (slots and slots.fits(part.versions))):
+            if _is_over(part, now):
+                over.append(part)
+            elif part.num_tokens <= room:
                 if part.alone and (taken or passed):
                     queue.appendleft(part)
                     break
                 self._count(part, -1)
                 taken.append(part)
                 room -= part.num_tokens
-                if slots is not None:
-                    slots.add(part.versions)
                 if part.alone:
                     break
-            elif not passed and not taken and self._needs_splitting(part):
-                queue.extendleft(reversed(self._split(part)))
             else:
                 passed.append(part)
                 part.passes += 1
@@ -135,31 +147,31 @@ class WaitingParts:
         queue.extendleft(reversed(passed))
         return taken
 
-    def _is_over(self, part: Part, now: float) -> bool:
-        """Whether nobody waits for ``part``, or not from now on."""
-        work = part.work
-        if now >= work.deadline.at:
-            work.fail(work.deadline.error())
-        return work.result.done()
+    def _parts(self) -> Iterator[Part]:
+        for queue in self._queues.values():
+            yield from queue
+        yield from self._swaps
 
-    def _needs_splitting(self, part: Part) -> bool:
-        """Whether ``part`` uses more adapters than there could be slots for if nothing else ran."""
-        return len(self._pinned().union(part.versions)) > self._table.max_loras
+    def _queue_of(self, part: Part) -> deque[Part]:
+        key = part.key
+        queue = self._queues.get(key)
+        if queue is None:
+            queue = self._queues[key] = deque()
+        return queue
 
-    def _split(self, part: Part) -> tuple[Part, Part]:
-        """``part`` as one that finds slots when nothing else runs, and the rest."""
-        kept = self._pinned()
-        room = self._table.max_loras - len(kept)
-        movable = [version for version in part.versions if version not in kept]
-        group = [version for version in part.versions if version in kept] + movable[:room]
+    def _queue_by_age(self, part: Part) -> None:
+        """The adapters of ``part`` are ready: it goes before what came later."""
+        queue, came = self._queue_of(part), part.work.queued_at
+        if not queue or queue[-1].work.queued_at <= came:
+            queue.append(part)
+            return
+        place = next(i for i, other in enumerate(queue) if other.work.queued_at > came)
+        queue.insert(place, part)
+
+    def _leave(self, part: Part) -> None:
+        """``part`` waits no longer, and is not computed."""
         self._count(part, -1)
-        parts = part.split(group)
-        for each in parts:
-            self._count(each, 1)
-        return parts
-
-    def _pinned(self) -> set[AdapterVersion]:
-        return {v for v in self._table.slot_table() if v is not None and v.pinned and not v.retired}
+        self._swaps.let_go(part)
 
     def _count(self, part: Part, by: int) -> None:
         """``part`` comes (1) or goes (-1)."""
@@ -170,3 +182,11 @@ class WaitingParts:
             self.requests += by
         self.tokens += by * part.num_tokens
         self.num_bytes += by * part.num_bytes
+
+
+def _is_over(part: Part, now: float) -> bool:
+    """Whether nobody waits for ``part``, or not from now on."""
+    work = part.work
+    if now >= work.deadline.at:
+        work.fail(work.deadline.error())
+    return work.result.done()

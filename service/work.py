@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..layer.adapter_version import AdapterVersion
 from ..layer.engine import LayerBatch
-from ..layer.slots import AdapterVersion
 from .deadline import Deadline
 
 Key = tuple[int, bool, bool]
@@ -110,9 +110,23 @@ class Part:
     ``rows``            which tokens of the work they are; None: all
     ``passes``          how many batches took later parts before this one
     ``alone``           it shares no batch: one that it was in failed
+    ``asked_at``        the round in which it asked for slots
+    ``holds``           whether it holds the slots of ``versions``
     """
 
-    __slots__ = ("alone", "batch", "num_bytes", "num_tokens", "passes", "rows", "token_versions", "versions", "work")
+    __slots__ = (
+        "alone",
+        "asked_at",
+        "batch",
+        "holds",
+        "num_bytes",
+        "num_tokens",
+        "passes",
+        "rows",
+        "token_versions",
+        "versions",
+        "work",
+    )
 
     def __init__(
         self,
@@ -131,6 +145,8 @@ class Part:
         self.num_bytes = batch.hidden_states.nbytes
         self.passes = 0
         self.alone = False
+        self.asked_at = 0
+        self.holds = False
 
     @property
     def key(self) -> Key:

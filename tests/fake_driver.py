@@ -137,6 +137,12 @@ class FakeDriver:
     cuMemcpyDtoHAsync = cuMemcpyHtoDAsync
     cuMemcpyDtoDAsync = cuMemcpyHtoDAsync
 
+    def cuMemcpy2DAsync(self, copy, stream):
+        for row in range(copy.Height):
+            source, target = copy.srcHost + row * copy.srcPitch, int(copy.dstDevice) + row * copy.dstPitch
+            ctypes.memmove(target, source, copy.WidthInBytes)
+        return ok()
+
     def cuMemsetD8Async(self, target, byte, num_bytes, stream):
         if not self.captured(stream, "MEMSET"):
             ctypes.memset(int(target), byte, num_bytes)

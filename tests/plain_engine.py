@@ -1,5 +1,6 @@
 """An engine of plain arithmetic, and a service over it: each output row tells what it was computed from."""
 
+import asyncio
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -226,6 +227,12 @@ class PlainService:
         call = Call(LayerBatch(layer=layer, hidden_states=hidden, **routing), names, token_names)
         return await self.service.forward(call, deadline)
 
+    async def settled(self) -> None:
+        """Wait until no batch and no install is under way."""
+        table = self.service.adapters.table
+        while any(version.holds or version.installing for version in table.slot_table() if version) or table.retired:
+            await asyncio.sleep(0.001)
+
     def check_idle(self) -> None:
         """Nothing is held, waited for or wrong."""
         service = self.service
@@ -247,6 +254,7 @@ async def plain_service(
     await plain.service.start()
     try:
         yield plain
+        await asyncio.wait_for(plain.settled(), 10)
         plain.check_idle()
     finally:
         await plain.service.stop()

@@ -220,7 +220,7 @@ def test_a_batch_that_cannot_be_begun_takes_no_other_down(
             broken = asyncio.ensure_future(plain.forward(tokens(9), "a"))
             await asyncio.sleep(0.01)
             with monkeypatch.context() as patched:
-                patched.setattr(plain.service.adapters.table, "place", lambda _versions: [][0])
+                patched.setattr(plain.service.metrics, "batch_begun", lambda _batch: [][0])
                 plain.engine._gate.set()
                 with pytest.raises(IndexError):
                     await broken

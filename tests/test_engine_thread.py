@@ -1,4 +1,4 @@
-"""The engine's threads: a slot holds what a forward was promised, also where an earlier one failed to put it there."""
+"""The engine's threads: which of them begins a forward, and which puts adapters into slots."""
 
 import asyncio
 import threading
@@ -6,12 +6,15 @@ from pathlib import Path
 
 import torch
 
+from moelet.layer.adapter import Adapter
 from moelet.layer.engine import Forward, LayerBatch
+from moelet.layer.errors import EngineError
+from moelet.service.call import Answer
 from plain_engine import PlainEngine, PlainService, output_of, plain_service, tokens
 
 
-def test_a_forward_installs_what_an_earlier_one_failed_to(tmp_path: Path) -> None:
-    """The second batch was formed while the first, which brings the adapters, had yet to fail."""
+def test_an_install_that_failed_is_tried_again_for_the_next_request(tmp_path: Path) -> None:
+    """Those that waited for it have its error, whichever came first; others do not notice."""
 
     async def check(plain: PlainService) -> None:
         codes = {name: await plain.load(name) for name in "ab"}
@@ -23,12 +26,14 @@ def test_a_forward_installs_what_an_earlier_one_failed_to(tmp_path: Path) -> Non
                 forwards.append(asyncio.ensure_future(plain.forward(tokens(1, 2), adapters=list(names))))
                 forwards.append(asyncio.ensure_future(plain.forward(tokens(3))))
                 await asyncio.sleep(0.01)
-        answers = await asyncio.gather(*forwards)
-        for names, answer in zip(("ab", None, "ba", None), answers, strict=True):
-            hidden = tokens(1, 2) if names else tokens(3)
-            expected = output_of(1, hidden, [codes[name] for name in names] if names else [0.0])
-            assert torch.equal(answer.hidden_states, expected)
-        assert sorted(batch.num_tokens for batch in plain.engine.begun) == [1, 2, 3]
+        first, base, second, other = await asyncio.gather(*forwards, return_exceptions=True)
+        assert isinstance(first, EngineError)
+        assert isinstance(second, EngineError)
+        for answer in (base, other):
+            assert isinstance(answer, Answer)
+            assert torch.equal(answer.hidden_states, output_of(1, tokens(3), [0.0]))
+        again = await plain.forward(tokens(1, 2), adapters=["a", "b"])
+        assert torch.equal(again.hidden_states, output_of(1, tokens(1, 2), [codes["a"], codes["b"]]))
 
     async def checked() -> None:
         async with plain_service(tmp_path, PlainEngine(depth=2)) as plain:
@@ -38,20 +43,40 @@ def test_a_forward_installs_what_an_earlier_one_failed_to(tmp_path: Path) -> Non
 
 
 def test_a_forward_that_is_begun_at_once_is_not_handed_over(tmp_path: Path) -> None:
-    """It is begun where it is formed, unless the engine's thread has something to do, as an adapter to install."""
+    """It is begun where it is formed, unless the engine's thread has something to do; adapters have a thread apart."""
     threads: list[str] = []
+    installs: list[str] = []
+    working, go_on = threading.Event(), threading.Event()
 
     class Noting(PlainEngine):
         def begin(self, batch: LayerBatch) -> Forward:
             threads.append(threading.current_thread().name)
             return super().begin(batch)
 
+        def install_adapter(self, slot: int, adapter: Adapter) -> None:
+            installs.append(threading.current_thread().name)
+            super().install_adapter(slot, adapter)
+
+        def remove_adapter(self, slot: int) -> None:
+            installs.append(threading.current_thread().name)
+            super().remove_adapter(slot)
+
     async def check(plain: PlainService) -> None:
         await plain.load("a")
         await plain.forward(tokens(1))
         await plain.forward(tokens(1), adapter="a")
-        await plain.forward(tokens(1), adapter="a")
-        assert threads == ["MainThread", "moelet-engine", "MainThread"]
+        busy = plain.service.engine.submit(lambda _engine: working.set() or go_on.wait(30))
+        assert working.wait(10)
+        handed_over = asyncio.ensure_future(plain.forward(tokens(1), adapter="a"))
+        await asyncio.sleep(0.01)
+        go_on.set()
+        busy.result(10)
+        await handed_over
+        assert threads == ["MainThread", "MainThread", "moelet-engine"]
+        await plain.service.adapters.unload("a", 5)
+        plain.service.engine.clear(0).result(10)
+        assert set(installs) == {"moelet-slots"}
+        assert len(installs) == 3
 
     async def checked() -> None:
         async with plain_service(tmp_path, Noting(depth=2, begins_at_once=True)) as plain:

@@ -209,7 +209,7 @@ def test_tallies_say_what_the_library_s_metrics_say() -> None:
 def batch(layer: int, num_tokens: int, waits: Sequence[float], **times: float) -> Any:
     """A batch as the metrics see it."""
     parts = [SimpleNamespace(batch=SimpleNamespace(layer=layer), work=SimpleNamespace(queued_at=10 - w)) for w in waits]
-    moments = {"started": 0.0, "installed": 0.0, "begun": 0.0, "ended": 0.0, "installs": 0} | times
+    moments = {"started": 0.0, "begun": 0.0, "ended": 0.0} | times
     return SimpleNamespace(parts=parts, num_tokens=num_tokens, taken_at=10.0, times=SimpleNamespace(**moments))
 
 
@@ -220,7 +220,8 @@ def test_batches_of_captured_and_other_shapes() -> None:
     for layer, tokens in ((0, 1), (0, 2), (0, 3), (0, 8), (0, 9), (1, 5)):
         metrics.batch_begun(batch(layer, tokens, [0.5, 0.25]))
     now = time.perf_counter()
-    metrics.batch_ended(batch(0, 1, [0], started=now - 4, installed=now - 3, begun=now - 2, ended=now - 1, installs=1))
+    metrics.batch_ended(batch(0, 1, [0], started=now - 3, begun=now - 2, ended=now - 1))
+    metrics.adapter_installed(1.0)
     metrics.batch_ended(batch(0, 1, [0]))  # one that failed
     text = generate_latest(metrics.registry).decode()
     values = {
@@ -231,7 +232,7 @@ def test_batches_of_captured_and_other_shapes() -> None:
     assert values["moelet_padding_tokens_total[]"] == (2 - 1) + (8 - 3)
     assert (values["moelet_batch_tokens_sum[]"], values["moelet_batch_requests_sum[]"]) == (28, 12)
     assert (values["moelet_queue_seconds_sum[]"], values["moelet_queue_seconds_count[]"]) == (4.5, 12)
-    for name, seconds in {"forward": 3, "copy_in": 1, "compute": 1, "copy_out": 1, "adapter_install": 1}.items():
+    for name, seconds in {"forward": 2, "copy_in": 1, "compute": 1, "copy_out": 1, "adapter_install": 1}.items():
         assert values[f"moelet_{name}_seconds_count[]"] == 1
         assert values[f"moelet_{name}_seconds_sum[]"] == pytest.approx(seconds, abs=0.5)
 
@@ -240,7 +241,7 @@ def test_an_engine_that_computes_at_once_has_no_copy_in() -> None:
     metrics = Metrics()
     metrics.watch_service(Lifecycle(), "m", "cpu", {}, depth=1)
     now = time.perf_counter()
-    metrics.batch_ended(batch(0, 1, [0], started=now - 3, installed=now - 3, begun=now, ended=now))
+    metrics.batch_ended(batch(0, 1, [0], started=now - 3, begun=now, ended=now))
     read = metrics.registry.get_sample_value
     assert (read("moelet_copy_in_seconds_count"), read("moelet_compute_seconds_count")) == (0, 1)
     assert read("moelet_compute_seconds_sum") == pytest.approx(3)
@@ -250,7 +251,7 @@ def test_counting_costs_microseconds() -> None:
     """A forward that is a batch of its own; the limit is generous to a busy machine."""
     metrics = Metrics()
 
-    alone = batch(1, 3, [0.1], started=1, installed=1, begun=1, ended=2)
+    alone = batch(1, 3, [0.1], started=1, begun=1, ended=2)
 
     def forward() -> None:
         with metrics.forward() as watch:

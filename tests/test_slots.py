@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from moelet.layer.adapter import Adapter
+from moelet.layer.adapter_version import AdapterVersion, check_name
 from moelet.layer.errors import (
     AdapterBusyError,
     AdapterCapacityError,
@@ -12,7 +13,7 @@ from moelet.layer.errors import (
     ConfigurationError,
     RequestError,
 )
-from moelet.layer.slots import AdapterTable, check_name
+from moelet.layer.slots import AdapterTable
 
 ADAPTER = Adapter(path=Path("a"), rank=4, lora_alpha=8.0, scaling=2.0, layers={})
 
@@ -22,6 +23,14 @@ def table_with(*names: str, max_loras: int = 2, max_cpu_loras: int = 8) -> Adapt
     for name in names:
         table.put(name, ADAPTER)
     return table
+
+
+def seated(table: AdapterTable, *versions: AdapterVersion) -> list[AdapterVersion]:
+    """``place`` them, and have those installed that must be."""
+    missing = table.place(versions)
+    for version in missing:
+        table.installed(version)
+    return missing
 
 
 @pytest.mark.parametrize("name", ["a", "0", "foo.bar_baz-1", "A" * 128])
@@ -51,7 +60,7 @@ def test_a_name_that_begins_with_another_is_another() -> None:
     table = table_with("foobar", "foo")
     assert [v.name for v in table] == ["foo", "foobar"]
     foo, foobar = table.acquire("foo"), table.acquire("foobar")
-    table.place([foo, foobar])
+    seated(table, foo, foobar)
     assert foo.slot != foobar.slot
     table.unplace([foo, foobar])
     table.release(foo)
@@ -65,11 +74,11 @@ def test_a_name_that_begins_with_another_is_another() -> None:
 def test_a_replaced_version_serves_its_requests_to_their_end() -> None:
     table = table_with("a", max_loras=3)
     old = table.acquire("a")
-    assert table.place([old]) == [old]
+    assert seated(table, old) == [old]
     new = table.put("a", ADAPTER, replace=True)
     assert (old.version, new.version) == (1, 2)
     assert table.acquire("a") is new
-    assert table.place([new]) == [new]
+    assert seated(table, new) == [new]
     assert table.retired == (old,)
     assert old.slot is not None
     table.release(old)
@@ -140,7 +149,7 @@ def test_a_full_host_whose_adapters_are_in_use_refuses_and_recovers() -> None:
 
 def test_an_adapter_of_a_batch_in_flight_is_not_evicted_from_the_host() -> None:
     table = table_with("a", max_cpu_loras=1)
-    table.place([table.current("a")])
+    seated(table, table.current("a"))
     with pytest.raises(AdapterCapacityError, match="in use"):
         table.put("b", ADAPTER)
     assert [v.name for v in table] == ["a"]
@@ -169,18 +178,18 @@ def test_a_pinned_adapter_stays_in_its_slot_until_replaced() -> None:
     table = AdapterTable(2, 8)
     pinned = table.put("p", ADAPTER, pinned=True)
     others = [table.put(name, ADAPTER) for name in "abc"]
-    table.place([pinned])
+    seated(table, pinned)
     table.unplace([pinned])
     slot = pinned.slot
     for other in others:
-        assert table.place([other]) == [other]
+        assert seated(table, other) == [other]
         table.unplace([other])
     assert pinned.slot == slot
     with pytest.raises(AdapterCapacityError, match=r"2 adapters needs 2 more of the 2 adapter slots, and 1"):
-        table.place(others[:2])
+        seated(table, *others[:2])
     table.acquire("p")
     table.put("p", ADAPTER, replace=True)
-    assert table.place(others[:2]), "the pin went with the version that was replaced"
+    assert seated(table, *others[:2]), "the pin went with the version that was replaced"
     assert table.slot_evictions == 4
 
 
@@ -188,11 +197,11 @@ def test_a_waiting_adapter_keeps_its_slot_before_an_idle_one() -> None:
     table = table_with("a", "b", "c")
     waiting = table.acquire("a")
     idle = table.current("b")
-    table.place([waiting, idle])
+    seated(table, waiting, idle)
     table.unplace([waiting, idle])
     table.release(table.acquire("b"))
     assert waiting.last_used < idle.last_used
-    assert table.place([table.current("c")])
+    assert seated(table, table.current("c"))
     assert idle.slot is None
     assert waiting.slot is not None
 
@@ -200,35 +209,35 @@ def test_a_waiting_adapter_keeps_its_slot_before_an_idle_one() -> None:
 def test_a_slot_held_by_two_batches_is_let_go_by_the_second() -> None:
     table = table_with("a", "b", max_loras=1)
     a, b = table.current("a"), table.current("b")
-    assert table.place([a, a]) == [a]
-    assert table.place([a]) == []
+    assert seated(table, a, a) == [a]
+    assert seated(table, a) == []
     table.unplace([a])
     with pytest.raises(AdapterCapacityError):
-        table.place([b])
+        seated(table, b)
     table.unplace([a])
-    assert table.place([b]) == [b]
+    assert seated(table, b) == [b]
     assert (table.installs, table.slot_evictions) == (2, 1)
 
 
 def test_a_failed_install_gives_its_slot_back() -> None:
     table = table_with("a", "b", max_loras=1)
     a = table.current("a")
-    table.place([a])
-    with pytest.raises(RuntimeError, match="1 batches hold slot 0"):
+    seated(table, a)
+    with pytest.raises(RuntimeError, match=r"slot 0 of 'a' is held 1 times"):
         table.vacate(a)
     table.unplace([a])
     table.vacate(a)
     assert table.take_freed() == [0]
-    assert table.place([a]) == [a], "it is installed anew"
+    assert seated(table, a) == [a], "it is installed anew"
 
 
 def test_a_slot_taken_again_is_not_reported_freed() -> None:
     table = table_with("a", "b", max_loras=1)
-    table.place([table.current("a")])
+    seated(table, table.current("a"))
     table.unplace([table.current("a")])
     table.remove("a")
     assert table.free_slots() == [0]
-    table.place([table.current("b")])
+    seated(table, table.current("b"))
     assert table.take_freed() == []
 
 
@@ -237,14 +246,14 @@ def test_miscounting_is_caught_and_changes_nothing() -> None:
     a, b = table.current("a"), table.current("b")
     with pytest.raises(RuntimeError, match="released more often"):
         table.release(a)
-    table.place([a])
+    seated(table, a)
     with pytest.raises(RuntimeError, match="unplaced more often"):
         table.unplace([a, b])
     assert (a.in_flight, a.holds, b.holds) == (0, 1, 0)
     table.unplace([a])
     table.remove("a")
     with pytest.raises(RuntimeError, match="gone"):
-        table.place([b, a])
+        seated(table, b, a)
     assert (a.slot, b.slot, b.holds) == (None, None, 0)
 
 
@@ -253,7 +262,7 @@ def test_ten_thousand_adapters_leave_nothing_behind() -> None:
     for i in range(10_000):
         version = table.put(f"n{i}", ADAPTER)
         table.acquire(version.name)
-        table.place([version])
+        seated(table, version)
         if i % 3 == 0:
             table.put(version.name, ADAPTER, replace=True)
         table.unplace([version])

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from moelet.layer.adapter import Adapter
+from moelet.layer.adapter_version import AdapterVersion
 from moelet.layer.errors import (
     AdapterAlreadyLoadedError,
     AdapterBusyError,
     AdapterCapacityError,
     AdapterNotLoadedError,
 )
-from moelet.layer.slots import AdapterTable, AdapterVersion
+from moelet.layer.slots import AdapterTable
 
 ADAPTER = Adapter(path=Path("a"), rank=4, lora_alpha=8.0, scaling=2.0, layers={})
 NAMES = st.sampled_from(["foo", "foobar", "a", "b", "c"])
@@ -36,6 +37,7 @@ class Bookkeeping(RuleBasedStateMachine):
         self.batches: list[list[Record]] = []
         self.evicted: list[str] = []
         self.freed: set[int] = set()
+        self.installing: list[Record] = []
         self.counts = {"installs": 0, "slot_evictions": 0, "host_evictions": 0}
 
     def find(self, name: str) -> Record | None:
@@ -50,8 +52,11 @@ class Bookkeeping(RuleBasedStateMachine):
     def holds(self, record: Record) -> int:
         return sum(r is record for batch in self.batches for r in batch)
 
+    def in_use(self, record: Record) -> bool:
+        return bool(self.users(record) or self.holds(record) or any(record is r for r in self.installing))
+
     def bury_the_dead(self) -> None:
-        for record in [r for r in self.order if not (r["current"] or self.users(r) or self.holds(r))]:
+        for record in [r for r in self.order if not (r["current"] or self.in_use(r))]:
             self.order.remove(record)
             self.free(record)
 
@@ -65,7 +70,7 @@ class Bookkeeping(RuleBasedStateMachine):
     def put(self, name: str, pinned: bool, replace: bool) -> None:
         old = self.find(name)
         current = [r for r in self.order if r["current"]]
-        evictable = [r for r in current if not (r["pinned"] or r["draining"] or self.users(r) or self.holds(r))]
+        evictable = [r for r in current if not (r["pinned"] or r["draining"] or self.in_use(r))]
         error: type[Exception] | None = None
         if old and not replace:
             error = AdapterAlreadyLoadedError
@@ -124,6 +129,7 @@ class Bookkeeping(RuleBasedStateMachine):
                 continue
             seats = [slot for slot, there in enumerate(slots) if there is None]
             idle = [r for r in self.order if not self.holds(r) and not any(r is b for b in batch)]
+            idle = [r for r in idle if not any(r is there for there in self.installing)]
             idle = [r for r in idle if not (r["pinned"] and r["current"])]
             idle = [r for r in idle if not self.users(r)] + [r for r in idle if self.users(r)]
             seats += [slot for r in idle for slot, there in enumerate(slots) if there is r]
@@ -140,6 +146,7 @@ class Bookkeeping(RuleBasedStateMachine):
         self.counts["installs"] += len(install)
         self.counts["slot_evictions"] += taken
         self.batches.append(batch)
+        self.installing += [r for r in batch if r["version"] in install]
         for record in batch:
             self.touch(record)
 
@@ -152,6 +159,27 @@ class Bookkeeping(RuleBasedStateMachine):
 
     @precondition(lambda self: self.order)
     @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        record = data.draw(st.sampled_from(self.order))
+        if any(there is record for there in self.slots):
+            self.table.hold([record["version"]])
+            self.batches.append([record])
+            self.touch(record)
+
+    @precondition(lambda self: self.order)
+    @rule(data=st.data())
+    def installed(self, data: st.DataObject) -> None:
+        record = data.draw(st.sampled_from(self.installing or self.order))
+        if not self.installing:
+            with pytest.raises(RuntimeError, match="not being installed"):
+                self.table.installed(record["version"])
+            return
+        self.table.installed(record["version"])
+        self.installing = [r for r in self.installing if r is not record]
+        self.bury_the_dead()
+
+    @precondition(lambda self: self.order)
+    @rule(data=st.data())
     def vacate(self, data: st.DataObject) -> None:
         record = data.draw(st.sampled_from(self.order))
         if self.holds(record):
@@ -159,7 +187,9 @@ class Bookkeeping(RuleBasedStateMachine):
                 self.table.vacate(record["version"])
             return
         self.table.vacate(record["version"])
+        self.installing = [r for r in self.installing if r is not record]
         self.free(record)
+        self.bury_the_dead()
 
     @rule(name=NAMES)
     def begin_drain(self, name: str) -> None:
@@ -215,6 +245,8 @@ class Bookkeeping(RuleBasedStateMachine):
             assert version.retired == (not record["current"])
             assert version.slot == next((i for i, there in enumerate(self.slots) if there is record), None)
             assert not (version.holds and version.slot is None)
+            assert version.installing == any(record is r for r in self.installing)
+            assert version.ready == (version.slot is not None and not version.installing)
 
 
 Bookkeeping.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Query, Response
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
-from ...layer.slots import check_name
+from ...layer.adapter_version import check_name
 from ..schemas import AdapterList, AdapterRecord, LoadLoraAdapter, PutAdapter, UnloadLoraAdapter
 from .access import errors, read_body, service_of, takes
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from ... import __version__
+from ...layer.adapter_version import AdapterVersion
 from ...layer.errors import EngineFailedError, LayerNotServedError
-from ...layer.slots import AdapterVersion
 from ...layer.spec import LayerSpec, ranges
 from ..service import MoeService
 from .codec import MODEL_VERSION

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from ...layer.adapter_version import check_name
 from ...layer.errors import RequestError
-from ...layer.slots import check_name
 from ..json_arrays import kind, load_object
 from ..service import MoeService
 from .bodies import read_body
