@@ -5,11 +5,11 @@ from .streams import Event, Stream, Streams
 
 
 class Detour:
-    """``depth`` blocks each way, of ``in_bytes`` and ``out_bytes``, taken in turn.
+    """``depth`` blocks each way, of ``in_bytes`` and ``out_bytes``.
 
     The arena has one input and one output for all forwards, and the graph ahead still uses them: what crosses the bus
     meanwhile does so on streams of its own, to and from these blocks, and the main stream is left a copy within the
-    device. A block is free once the forward ``depth`` before has been waited for.
+    device. Who calls says which block, by its place: one whose last forward has been waited for.
     """
 
     def __init__(self, depth: int, in_bytes: int, out_bytes: int, streams: Streams) -> None:

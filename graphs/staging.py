@@ -30,7 +30,10 @@ def routing_input(batch: LayerBatch) -> RoutingInput:
 
 
 class Arrival:
-    """A forward that was put on a stream: ``result`` waits for its output. ``enter`` lets its thread use the device."""
+    """A forward that was put on a stream: ``result`` waits for its output. ``enter`` lets its thread use the device.
+
+    ``under_way`` until its output is taken, and with it the memory it arrived in is free.
+    """
 
     __slots__ = ("_done", "_enter", "_finish", "under_way")
 
@@ -45,8 +48,9 @@ class Arrival:
         if self._enter is not None:
             self._enter()
         self._done.synchronize()
+        output = self._finish()
         self.under_way = False
-        return self._finish()
+        return output
 
 
 class Staging:
@@ -54,6 +58,8 @@ class Staging:
 
     Tensors go in and out as runs of bytes: nothing here costs time per token but the copies. Outputs of up to
     ``kept_tokens`` tokens are not copied out of pinned memory, unless too many are held by who asked for them.
+    A forward goes through the memory of the last one if that was waited for, else through the next: however many
+    forwards follow each other while one ahead of them is still to be waited for, that one's memory is left alone.
     """
 
     kept_blocks = 16
@@ -82,6 +88,7 @@ class Staging:
             crossing = max(InputLayout(geometry, kept_tokens, routing).total_bytes for routing in RoutingInput)
             self._detour = Detour(depth, crossing, kept_tokens * row_bytes, streams)
         self._place = 0
+        self._latest: Arrival | None = None
         self._crosses = False  # the forward that was sent last
         self._hidden = torch.zeros(max_tokens, geometry.hidden_stride, dtype=torch.bfloat16)
         self._no_slots = torch.full((max_tokens,), -1, dtype=torch.int32)
@@ -98,13 +105,12 @@ class Staging:
         beside: bool = False,
     ) -> None:
         """Write ``batch`` behind the layer's ``head`` and start the one copy to the GPU; ``beside``: a forward computes
-        meanwhile.
-
-        The memory it goes through is that of the forward ``depth`` before, which must have been waited for.
+        meanwhile. Fewer than ``depth`` may be under way.
         """
         layout = self._layout(variant)
         tokens = batch.num_tokens
-        self._place = (self._place + 1) % len(self._inputs)
+        if self._latest is not None and self._latest.under_way:
+            self._place = (self._place + 1) % len(self._inputs)
         target = self._inputs[self._place].pointer
         ctypes.memmove(target, head.ctypes.data, LAYER_ARGS.itemsize)
         ctypes.c_int32.from_address(target + NUM_TOKENS_OFFSET).value = tokens
@@ -145,7 +151,8 @@ class Staging:
         else:
             copy_to_host(target, arena.pointer("output"), num_bytes, stream)
         done.record(stream)
-        return Arrival(done, finish, self._enter)
+        self._latest = Arrival(done, finish, self._enter)
+        return self._latest
 
     def _copied(self, source: int, num_tokens: int) -> Tensor:
         """An output in memory of its own."""

@@ -170,3 +170,17 @@ def test_two_forwards_under_way_do_not_meet(gpu: Gpu) -> None:
         outputs.append(ahead.result())
         assert len(outputs) > engine.depth + 16, "more than are kept without a copy"
         assert all(same_bits(output, wanted[i % len(wanted)]) for i, output in enumerate(outputs))
+
+
+def test_a_forward_in_parts_leaves_the_one_ahead_of_it_alone(gpu: Gpu) -> None:
+    """A batch of more tokens than run at once, begun while an eager forward is still to be waited for."""
+    spec = SPECS["real"]
+    with opened_engine(
+        spec, gpu.layer(spec).weights, max_loras=0, decode_shapes=[8], max_decode_tokens=8, max_eager_tokens=40
+    ) as engine:
+        short, long = batch_of(spec, 33, lora=False), batch_of(spec, 130, lora=False)
+        wanted = [engine.forward(batch) for batch in (short, long)]
+        ahead = engine.begin(short)
+        behind = engine.begin(long)
+        assert same_bits(ahead.result(), wanted[0])
+        assert same_bits(behind.result(), wanted[1])

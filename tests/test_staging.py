@@ -1,0 +1,91 @@
+"""The way of forwards onto the GPU and back over the fake driver: no output is written over before it is taken."""
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fake_driver import FakeDriver
+
+pytest.importorskip("cuda.bindings.driver")
+
+from moelet.graphs.arena import Arena, shared_memory
+from moelet.graphs.buffers import LAYER_ARGS, RoutingInput, plan_buffers
+from moelet.graphs.geometry import Geometry
+from moelet.graphs.pool import Variant
+from moelet.graphs.staging import Arrival, Staging
+from moelet.graphs.streams import Streams
+from moelet.layer.engine import LayerBatch
+from moelet.layer.spec import LayerSpec
+
+TOKENS, HIDDEN = 4, 128
+SPEC = LayerSpec(index=0, hidden_size=HIDDEN, intermediate_size=64, num_experts=4, top_k=2)
+
+
+@dataclass
+class Way:
+    """A staging, and an arena whose output is what a test says."""
+
+    staging: Staging
+    arena: Arena
+    streams: Streams
+
+    def begin(self, value: int, *, beside: bool = False) -> Arrival:
+        """A forward whose output is ``value`` throughout."""
+        batch = LayerBatch(layer=0, hidden_states=torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16))
+        head, variant = np.zeros((), dtype=LAYER_ARGS), Variant(TOKENS, RoutingInput.GATE, lora=False)
+        self.staging.send(batch, head, variant, self.arena, self.streams.main, beside=beside)
+        output = output_of(value)
+        ctypes.memmove(self.arena.pointer("output"), output.data_ptr(), output.nbytes)
+        return self.staging.begin_receive(TOKENS, self.arena, self.streams.main)
+
+
+def output_of(value: int) -> Tensor:
+    return torch.full((TOKENS, HIDDEN), float(value), dtype=torch.bfloat16)
+
+
+@pytest.fixture(params=["copied", "kept", "detour"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
+    fake = FakeDriver().install(monkeypatch)
+    geometry = Geometry.of(SPEC, router_fp32=False, max_loras=0, max_lora_rank=0)
+    plan = plan_buffers(geometry, TOKENS, lora=False)
+    memory, streams = shared_memory([plan]), Streams()
+    kept = 0 if request.param == "copied" else TOKENS
+    through = streams if request.param == "detour" else None
+    staging = Staging(geometry, TOKENS, kept_tokens=kept, depth=2, streams=through)
+    yield Way(staging, Arena(plan, memory), streams)
+    for owned in (staging, memory, streams):
+        owned.close()
+    assert fake.allocations == {}
+    assert fake.events == {}
+
+
+def test_forwards_behind_one_that_is_not_waited_for_leave_its_output_alone(way: Way) -> None:
+    ahead = way.begin(1)
+    for part in range(2, 6):
+        assert way.begin(part, beside=True).result().equal(output_of(part))
+    assert ahead.result().equal(output_of(1))
+
+
+def test_a_chain_of_two_under_way(way: Way) -> None:
+    ahead = way.begin(0)
+    outputs = []
+    for number in range(1, 40):
+        behind = way.begin(number, beside=True)
+        outputs.append(ahead.result())
+        ahead = behind
+    outputs.append(ahead.result())
+    assert all(output.equal(output_of(number)) for number, output in enumerate(outputs))
+
+
+def test_the_memory_is_taken_until_the_output_is(way: Way) -> None:
+    ahead = way.begin(1)
+    assert ahead.under_way
+    output = ahead.result()
+    assert not ahead.under_way
+    assert way.begin(2).result().equal(output_of(2))
+    assert output.equal(output_of(1))
