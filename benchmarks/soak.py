@@ -155,6 +155,7 @@ class Soak:
         changer = self._changers(findings, self._names)[0]
         for number, name in enumerate((*steady, *swapped)):
             await changer.load(name, number)
+        findings.counts.clear()
         tasks = [self._time(steady, seconds, until) for _ in range(TIMED_CLIENTS)]
         loads = 0 if phase == "quiet" else 1
         if loads:

@@ -11,8 +11,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const Memory memory = carve(shared, k_blocks, num_experts);
     if (threadIdx.x == 0) init_barriers(memory);
     __syncthreads();
-    // The GEMM may start while its predecessor runs: what it reads before its wait, the sort wrote, and that had
-    // ended before the predecessor let it start.
+    // The GEMM may start while its predecessor runs: what it reads before its wait was there before the predecessor
+    // let it start.
     grid_dependency_launch();
 
     const Gemm gemm{layer,       IS_DOWN ? layer->down : layer->gate_up,

@@ -18,8 +18,7 @@ LORA_ENTRIES = 8
 TOKEN_TILES = (8, 16, 32, 64, 128)
 """Tokens that one tile of a grouped GEMM can hold; the kernel is specialised for each."""
 DIRECT_TILES = TOKEN_TILES[:2]
-"""Those for which the gate_up GEMM exists that sorts for itself and holds all hidden states: as many tokens at most.
-With LoRA the first alone: beyond it, what the shrink loses beside a running GEMM is more than the sort costs."""
+"""Those for which the gate_up GEMM exists that sorts for itself and holds all hidden states: as many tokens at most."""
 DIRECT_ROWS = 256
 """Slot rows that such a GEMM can sort, one a thread."""
 MOST_SHARED_BYTES = 227 << 10
@@ -141,8 +140,9 @@ class Geometry:
         return DIRECT_ROWS * (8 + 2 + ROW_ALIGN) + 4 * (32 + 2 * self.experts)
 
     def direct(self, num_tokens: int, *, lora: bool) -> bool:
-        """Whether the gate_up GEMM of ``num_tokens`` tokens, their top-k as sent, can do without sort and gather."""
-        if num_tokens > DIRECT_TILES[0 if lora else -1] or num_tokens * self.choices > DIRECT_ROWS:
+        """Whether the gate_up GEMM of ``num_tokens`` tokens, their top-k as sent, can do without a sorted copy of
+        them."""
+        if num_tokens > direct_tiles(lora=lora)[-1] or num_tokens * self.choices > DIRECT_ROWS:
             return False
         config = gemm_config(token_tile(self, num_tokens), lora=lora, direct=True)
         needed = config.shared_bytes(staging=True, lora_projections=2 * lora, direct_for=self)
@@ -151,6 +151,12 @@ class Geometry:
     def lora_groups(self, num_tokens: int) -> int:
         """(expert, adapter slot) pairs that ``num_tokens`` tokens can make at the most."""
         return max(min(num_tokens * self.choices, self.experts * self.max_loras), 1)
+
+
+def direct_tiles(*, lora: bool) -> tuple[int, ...]:
+    """The ``DIRECT_TILES`` that are used. With LoRA the first alone: beyond it, what the shrink loses beside a running
+    GEMM is more than the sort costs."""
+    return DIRECT_TILES[:1] if lora else DIRECT_TILES
 
 
 def token_tile(geometry: Geometry, num_tokens: int) -> int:

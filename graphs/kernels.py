@@ -6,7 +6,7 @@ from ..layer.errors import UnsupportedCheckpointError
 from ..layer.spec import RoutingMethod
 from .compiler import Specialisation, compile_kernel
 from .cubins import CubinStore
-from .geometry import DIRECT_TILES, TOKEN_TILES, GemmConfig, gemm_config
+from .geometry import TOKEN_TILES, GemmConfig, direct_tiles, gemm_config
 from .kernel import Kernel
 
 EPILOGUE_GATE_UP, EPILOGUE_ACTIVATION, EPILOGUE_DOWN, EPILOGUE_DOWN_FP32 = 0, 1, 2, 3
@@ -114,7 +114,7 @@ def direct_gemms() -> list[Specialisation]:
     return [
         direct_gemm(gemm_config(tile, lora=adds, direct=True), lora=adds)
         for adds in (False, True)
-        for tile in DIRECT_TILES[: 1 if adds else None]
+        for tile in direct_tiles(lora=adds)
     ]
 
 

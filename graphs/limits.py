@@ -2,7 +2,7 @@
 
 from ..layer.errors import ConfigurationError
 from .driver import USE_CPU
-from .geometry import Geometry
+from .geometry import MOST_SHARED_BYTES, Geometry
 
 MAX_KEYS = 0xFFFF
 """What the sort's 16-bit keys hold: experts times (slots + 1)."""
@@ -11,11 +11,9 @@ MAX_TOP_K = 32
 MAX_GROUPS = 32
 """It scores groups of experts, a lane each."""
 MAX_ROUTED_EXPERTS = 1024
-HOPPER_SHARED_BYTES = 227 << 10
-"""Shared memory that a block of compute capability 9.0 may have."""
 
 
-def check_limits(geometry: Geometry, most_tokens: int, max_shared_bytes: int = HOPPER_SHARED_BYTES) -> None:
+def check_limits(geometry: Geometry, most_tokens: int, max_shared_bytes: int = MOST_SHARED_BYTES) -> None:
     """Raise ``ConfigurationError``, saying what to do, unless ``geometry`` can run up to ``most_tokens`` tokens."""
     limits = (
         ("top_k", geometry.top_k, MAX_TOP_K),

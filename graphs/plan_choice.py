@@ -29,7 +29,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One layer's times at ``tokens`` on one GPU: µs by plan, the mean over the adapter counts that were measured."""
+    """One layer's times at ``tokens`` on one GPU: µs by plan, the mean over the ranks and adapter counts
+    that were measured."""
 
     gpu: str
     layer: tuple[int, int, int, int, int]

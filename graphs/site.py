@@ -42,7 +42,7 @@ class Site:
 
     @property
     def direct(self) -> bool:
-        """Whether a fused gate_up GEMM takes its tiles from the input, and so needs neither sort nor gather."""
+        """Whether a fused gate_up GEMM makes its tiles from the input, and so needs no gathered tokens."""
         if self.sort_few or self.routing is not RoutingInput.TOPK:
             return False
         return self.geometry.direct(self.num_tokens, lora=self.lora)

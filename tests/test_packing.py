@@ -165,7 +165,7 @@ EPILOGUES = ("EPILOGUE_GATE_UP", "EPILOGUE_ACTIVATION", "EPILOGUE_DOWN", "EPILOG
 
 
 def test_the_numbers_of_the_epilogues_and_methods_are_the_kernels(tmp_path: Path) -> None:
-    gemm = constants_of("common/gemm.cuh", "static_assert")
+    gemm = constants_of("common/gemm_block.cuh", "static_assert")
     epilogues = {name: getattr(kernels, name) for name in EPILOGUES}
     check(tmp_path, gemm, [f"{name} == {value}" for name, value in epilogues.items()], {"MAX_N": 8})
     methods = [f"METHOD_{method.name} == {value}" for method, value in kernels.METHODS.items()]

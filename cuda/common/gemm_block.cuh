@@ -1,0 +1,147 @@
+// What a block of the grouped GEMM has: its sizes, its shared memory and the launch's arguments.
+#pragma once
+
+#include "common/barrier.cuh"
+#include "common/direct.cuh"
+#include "common/layer_args.cuh"
+#include "common/layout.cuh"
+#include "common/lora.cuh"
+#include "common/tiles.cuh"
+
+#define EPILOGUE_GATE_UP 0     // gate and up as fp32 pairs, [P, I]
+#define EPILOGUE_ACTIVATION 1  // silu(gate) * up as the down projection's operand, BlockMajorK [I/64, P, 64]
+#define EPILOGUE_DOWN 2        // bf16 rows, [P, H]
+#define EPILOGUE_DOWN_FP32 3   // fp32 rows, [P, H]
+#define IS_DOWN (EPILOGUE == EPILOGUE_DOWN || EPILOGUE == EPILOGUE_DOWN_FP32)
+
+static_assert(BLOCK_M == 64 || BLOCK_M == 128, "a row tile is one or two warpgroups");
+static_assert(MAX_N % 8 == 0 && MAX_N <= 128, "a token tile is a multiple of 8 up to 128");
+static_assert(!DIRECT || (EPILOGUE == EPILOGUE_ACTIVATION && BLOCK_M == 128 && MAX_N <= 16), "few tokens, gate_up");
+static_assert(!LORA || EPILOGUE == EPILOGUE_ACTIVATION || EPILOGUE == EPILOGUE_DOWN, "the others leave LoRA apart");
+
+constexpr int kConsumers = 2 * BLOCK_M;
+constexpr int kThreads = kConsumers + 32 + (LORA ? 32 : 0);
+constexpr int kWeightBytes = BLOCK_M * kBlockBytes;
+constexpr int kTokenBytes = round_up(MAX_N * kBlockBytes, 1024);  // of one K-block
+constexpr int kStageBytes = kWeightBytes + (DIRECT ? 0 : kTokenBytes);
+[[maybe_unused]] constexpr int kTileFeatures = BLOCK_M / 2;  // features of one gate_up tile
+constexpr int kStagingBytes = EPILOGUE == EPILOGUE_ACTIVATION ? kTokenBytes : 0;
+constexpr int kNoItem = -1;
+
+// A LoRA stage: up to kEntries fragments-by-eight-ranks of B, and h of kHBlocks blocks of ranks for all tokens.
+constexpr int kProjections = IS_DOWN ? 1 : 2;
+constexpr int kHTokenBytes = kProjections * kHRowBytes;
+constexpr int kTileFragmentBytes = BLOCK_M / 16 * kFragmentBytes;
+constexpr int kEntries = 8;
+constexpr int kHBlocks = MAX_N > 64 ? 4 : 8;
+constexpr int kLoraStages = LORA ? 2 : 0;
+constexpr int kLoraStageBytes = kEntries * kTileFragmentBytes + kHBlocks * MAX_N * kHTokenBytes;
+
+template <int kStages>
+struct Barriers {
+    uint64_t full[kStages];
+    uint64_t empty[kStages];
+    __device__ __forceinline__ void init() {
+        for (int i = 0; i < kStages; ++i) {
+            barrier_init(&full[i], 1);
+            barrier_init(&empty[i], kConsumers / 32);
+        }
+    }
+};
+
+// One group's block of ranks within a LoRA stage.
+struct LoraStageEntry {
+    int16_t first_row;  // of the group within the tile
+    int16_t last_row;
+    int block;  // of h
+};
+
+struct Ring {
+    Barriers<STAGES> barriers;
+    int item[STAGES];  // the item that a stage belongs to; kNoItem ends the work
+};
+struct LoraRing {
+    Barriers<2> barriers;
+    uint64_t announced[2];  // items that the first warp has taken, for the second,
+    uint64_t noted[2];      // which has read them
+    int item[2];
+    int num_entries[2];
+    int last[2];  // whether this is the tile's last LoRA stage; every tile has one at least
+    LoraStageEntry entries[2][kEntries];
+};
+
+template <int kStages>
+struct Cursor {
+    int stage = 0;
+    uint32_t parity = 0;
+    __device__ __forceinline__ void advance(int stages = 1) {
+        stage += stages;
+        if (stage >= kStages) {
+            stage -= kStages;
+            parity ^= 1;
+        }
+    }
+};
+
+struct Memory {
+    uint8_t* stages;
+    uint8_t* hidden;  // DIRECT: [k_blocks, MAX_N, 64], swizzled
+    DirectTiles direct;
+    uint8_t* lora_stages;
+    bf16* staging;
+    Ring& ring;
+    LoraRing& lora;
+};
+
+struct Gemm {
+    const LayerArgs* layer;
+    const uint8_t* weights;  // [experts, k_blocks, row_tiles * BLOCK_M, 64]
+    const uint8_t* tokens;   // [k_blocks, rows, 64]
+    const TokenTile* tiles;
+    const LoraGroup* groups;
+    const bf16* h;  // [R/8, rows, projections, 8]
+    int* ticket;    // items taken beyond the first of each block; zero at launch
+    int num_items;
+    int num_experts;
+    int k_blocks;
+    int row_tiles;
+    int rows;
+    int max_rank;
+    void* out;
+    int out_stride;
+};
+
+__device__ __forceinline__ TokenTile tile_of(const Gemm& gemm, const Memory& memory, int item) {
+    const int index = item / gemm.row_tiles;
+    return DIRECT ? memory.direct[index] : gemm.tiles[index];
+}
+
+// Where everything lies in a block's shared memory; the twin of GemmConfig.shared_bytes in graphs/geometry.py.
+__device__ __forceinline__ Memory carve(uint8_t* shared, int k_blocks, int num_experts) {
+    uint8_t* hidden = shared + STAGES * kStageBytes;
+    uint8_t* lora_stages = hidden + (DIRECT ? k_blocks * kTokenBytes : 0);
+    uint8_t* staging = lora_stages + kLoraStages * kLoraStageBytes;
+    uint8_t* ring = staging + kStagingBytes;
+    uint8_t* lora_ring = ring + round_up(sizeof(Ring), 16);
+    uint8_t* direct = lora_ring + round_up(sizeof(LoraRing), 16);
+    return Memory{shared,
+                  hidden,
+                  DirectTiles(direct, num_experts),
+                  lora_stages,
+                  reinterpret_cast<bf16*>(staging),
+                  *reinterpret_cast<Ring*>(ring),
+                  *reinterpret_cast<LoraRing*>(lora_ring)};
+}
+
+// One thread does this; a block-wide barrier must follow.
+__device__ __forceinline__ void init_barriers(const Memory& memory) {
+    memory.ring.barriers.init();
+    if (LORA) {
+        memory.lora.barriers.init();
+        for (int i = 0; i < 2; ++i) {
+            barrier_init(&memory.lora.announced[i], 1);
+            barrier_init(&memory.lora.noted[i], 1);
+        }
+    }
+    barrier_init_fence();
+}
