@@ -29,7 +29,8 @@ class ShapePlan:
 class MemoryPlan:
     """GPU memory by use, in bytes, and how each shape's buffers add to it; ``buffers`` are those of the largest shape.
 
-    What the driver takes for itself and for instantiated graphs comes on top: the engine reports that once it runs.
+    What the driver takes for itself and for instantiated graphs comes on top: the engine reports that once it runs. So
+    do a few MiB of each geometry's detour.
     """
 
     max_loras: int

@@ -82,7 +82,8 @@ class Staging:
         self._outputs = [PinnedBuffer(max(max_tokens * geometry.output_stride * 2, 2)) for _ in range(depth)]
         self._done = [Event(f"done {place}") for place in range(depth)]
         row_bytes = geometry.output_stride * 2
-        self._kept = OutputBlocks(self.kept_blocks if kept_tokens else 0, max(kept_tokens, 1) * row_bytes)
+        keeps = kept_tokens > 0 and geometry.output_stride == geometry.hidden_size  # rows as they are asked for
+        self._kept = OutputBlocks(self.kept_blocks if keeps else 0, max(kept_tokens, 1) * row_bytes)
         self._detour: Detour | None = None
         if streams is not None:
             crossing = max(InputLayout(geometry, kept_tokens, routing).total_bytes for routing in RoutingInput)
@@ -137,10 +138,10 @@ class Staging:
 
     def begin_receive(self, num_tokens: int, arena: Arena, stream: Stream) -> Arrival:
         """Start the copy back of the forward that was sent last."""
-        stride, hidden = self.geometry.output_stride, self.geometry.hidden_size
+        stride = self.geometry.output_stride
         num_bytes = num_tokens * stride * 2
         done = self._done[self._place]
-        if stride == hidden and (block := self._kept.take(num_bytes)) is not None:
+        if (block := self._kept.take(num_bytes)) is not None:
             target = ctypes.addressof(block)
             finish = partial(self._kept.view, block, num_tokens, stride)
         else:
