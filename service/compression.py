@@ -22,7 +22,7 @@ async def expanded(sent: bytes | memoryview, coding: bytes, max_bytes: int) -> b
     expand, and ``HTTPException`` 415 for a coding other than gzip, deflate and identity.
     """
     coding = coding.lower()
-    if coding == b"identity":
+    if coding in (b"identity", b""):
         return sent
     if coding not in WINDOWS:
         sentence = f"Content-Encoding should be gzip or deflate, got {coding.decode('latin-1')}"

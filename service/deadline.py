@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..layer.errors import MoeletError, RequestError
 
 HEADER = "X-Request-Timeout-Ms"
-MILLISECONDS = re.compile(r"\d{1,12}(\.\d{1,6})?", re.ASCII)
+MILLISECONDS = re.compile(r"\d{1,300}(\.\d{1,300})?", re.ASCII)
 
 
 class DeadlineExceededError(MoeletError):
@@ -52,7 +52,8 @@ class Timeouts:
         if sent is None:
             return self.longest()
         if MILLISECONDS.fullmatch(sent) is None or (milliseconds := float(sent)) == 0:
-            raise RequestError(f"{HEADER} should be a number of milliseconds above 0, got {sent!r}", HEADER)
+            wanted = f"{HEADER} should be milliseconds above 0 in plain decimals, such as 250 or 0.5"
+            raise RequestError(f"{wanted}, got {sent!r}", HEADER)
         return self._after(milliseconds * 1e-3)
 
     def _after(self, seconds: float) -> Deadline:

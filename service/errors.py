@@ -109,10 +109,9 @@ def response_for(error: Exception, path: str) -> Response:
 
 
 def validation_sentence(errors: list[Any]) -> tuple[str, str | None]:
-    """The first of pydantic's findings as (sentence, field)."""
+    """The first of pydantic's findings as (sentence, field), its ``loc`` being the field's alone."""
     first = errors[0]
-    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
-    param = ".".join(place) or None
+    param = ".".join(map(str, first["loc"])) or None
     if first["type"] == "missing":
         return f"{param} is required and was not sent", param
     if first["type"] == "json_invalid":
@@ -144,7 +143,8 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def on_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return error_response(400, *validation_sentence(list(error.errors())), path=request.scope["path"])
+        found = [{**each, "loc": each["loc"][1:]} for each in error.errors()]  # less where FastAPI looked for it
+        return error_response(400, *validation_sentence(found), path=request.scope["path"])
 
     async def on_disconnect(request: Request, _error: Exception) -> Response:
         message = "the connection ended before the body was complete"

@@ -22,8 +22,10 @@ def load_object(body: bytes) -> dict[str, Any]:
     """A JSON object; bare ``NaN``, ``Infinity`` and ``-Infinity`` are numbers. Raises ``RequestError``."""
     try:
         value = _load(body)
-    except (ValueError, RecursionError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
+    except ValueError:  # Python's bound on what it makes an int of
+        raise RequestError("the body has a number of more digits than any float has") from None
     if not isinstance(value, dict):
         raise RequestError(f"the body should be a JSON object, got {kind(value)}")
     return value
@@ -68,10 +70,12 @@ def floats(array: Array) -> Tensor:
 
 def expert_ids(array: Array, num_experts: int) -> Tensor:
     """Whole numbers in ``-1 .. num_experts - 1`` as int32. Raises ``RequestError`` for others."""
-    if array.dtype.kind == "f":
-        wanted = f"topk_ids should be whole numbers in -1..{num_experts - 1}"
-        raise RequestError(f"{wanted}, got fractions, NaN or far larger ones among them", "topk_ids")
-    if array.size and (array.min() < -1 or array.max() >= num_experts):
+    if array.dtype.kind == "f":  # JSON tells 1.0 and 1 not apart
+        fits = (array >= -1) & (array < num_experts) & (np.trunc(array) == array)
+        if not fits.all():
+            wanted = f"topk_ids should be whole numbers in -1..{num_experts - 1}"
+            raise RequestError(f"{wanted}, got {array[~fits][0]:g} among them", "topk_ids")
+    elif array.size and (array.min() < -1 or array.max() >= num_experts):
         wrong = array.min() if array.min() < -1 else array.max()
         raise RequestError(f"topk_ids must lie in -1..{num_experts - 1}, got {wrong}", "topk_ids")
     return torch.from_numpy(array.astype(np.int32))

@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 65536
 """Of a request line and headers that have not ended, and of what else is no body; what comes in one piece is taken."""
 
+TOO_LONG = f"the request's head is longer than this service takes, {MAX_HEAD_BYTES} bytes"
+
 MAX_HEADERS = 128
 
 BODY_HEADERS = (b"content-length", b"transfer-encoding")
@@ -66,7 +68,7 @@ class Protocol(HttpToolsProtocol):
         self._head_bytes += len(data)
         self._feed(data)
         if self._head_bytes > MAX_HEAD_BYTES and not (self._whole or self.transport.is_closing()):
-            self.refuse(431, f"the request's headers are longer than this service takes, {MAX_HEAD_BYTES} bytes")
+            self.refuse(431, TOO_LONG)
         self._await_request(not (self._whole or self.transport.is_closing()))
 
     def on_message_begin(self) -> None:
@@ -78,9 +80,12 @@ class Protocol(HttpToolsProtocol):
             super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """A part of the target."""
+        """A part of the target; what parses it once it is whole takes no longer one."""
         if not self._repeats_head:
             super().on_url(url)
+            if len(self.url) > MAX_HEAD_BYTES - 1:
+                self._fault = (431, TOO_LONG)
+                raise ValueError("too long a target")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header; one that comes behind the body is dropped, as what it says was decided by then."""

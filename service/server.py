@@ -1,6 +1,7 @@
 """Runs the application under uvicorn with signal handling of its own: drain, finish, exit 0."""
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -158,12 +159,22 @@ def exit_on_signal() -> Iterator[None]:
 def bound(settings: Settings) -> Iterator[socket.socket]:
     """The address of ``settings``, bound and not yet listening, so that one in use is found before loading."""
     listener = bind_path(settings.uds) if settings.uds else bind_port(settings.host, settings.port)
+    ours = file_at(settings.uds) if settings.uds else None
     try:
         yield listener
     finally:
         listener.close()
-        if settings.uds:
+        if settings.uds and file_at(settings.uds) == ours:  # else it is another process's by now
             settings.uds.unlink(missing_ok=True)
+
+
+def file_at(path: Path) -> tuple[int, int] | None:
+    """What tells the file at ``path`` from those that were or will be there, or None for none."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def bind_port(host: str, port: int) -> socket.socket:
@@ -181,6 +192,8 @@ def bind_port(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigurationError(f"--host {host} is no address of this machine: name one that is") from None
         raise ConfigurationError(
             f"cannot listen on {host} port {port}: {error.strerror}; stop what uses it or pass another --port"
         ) from None

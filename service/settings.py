@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from ..layer.errors import ConfigurationError
@@ -14,6 +14,9 @@ from .logs import LogFormat, LogLevel
 ENV_PREFIX = "MOELET_"
 OTHER_VARIABLES = frozenset({"MOELET_CACHE_DIR", "MOELET_CUBIN_DIR"})
 """Variables of ours that are no option of ``serve``."""
+
+MOST_MB = 1 << 20
+"""Of a body or of what waits, in units of 2^20 bytes: far more than fits, and as a number of bytes still a C long."""
 
 Plan = Literal["auto", "fused", "single_stream", "two_stream", "two_stream_overlap_down"]
 
@@ -29,6 +32,13 @@ def layer_numbers(value: Any) -> Any:
             raise ValueError('should be layer numbers and ranges such as "0-3,7"')
         numbers.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     return tuple(sorted(numbers))
+
+
+def known_device(value: str) -> str:
+    """``value`` if it is a ``--device``."""
+    if re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value, re.ASCII) is None:
+        raise ValueError("should be auto, cpu, cuda or cuda:N")
+    return value
 
 
 def comma_separated(value: Any) -> Any:
@@ -91,7 +101,7 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     uds: Path | None = None
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")
+    device: Annotated[str, AfterValidator(known_device)] = "auto"
     layers: Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(layer_numbers)] = None
     served_model_name: str | None = Field(None, min_length=1)
     adapter: Annotated[tuple[tuple[str, Path], ...], NoDecode, BeforeValidator(named_paths)] = ()
@@ -104,12 +114,12 @@ class Settings(BaseSettings):
     plan: Plan = "auto"
     max_batch_tokens: int | None = Field(None, ge=1)
     max_queue: int = Field(1024, ge=1)
-    max_queue_mb: float = Field(512.0, gt=0, allow_inf_nan=False)
+    max_queue_mb: float = Field(512.0, gt=0, le=MOST_MB)
     max_queue_delay_us: int = Field(0, ge=0, le=1_000_000)
     request_timeout_s: float = Field(60.0, gt=0, le=86400)
     api_key: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(keys)] = ()
     admin_api_key: Annotated[SecretStr | None, BeforeValidator(key)] = None
-    max_body_mb: float = Field(64.0, gt=0, allow_inf_nan=False)
+    max_body_mb: float = Field(64.0, gt=0, le=MOST_MB)
     body_timeout_s: float = Field(20.0, gt=0, le=86400)
     log_format: LogFormat = "text"
     log_level: LogLevel = "info"

@@ -87,6 +87,17 @@ class AdapterContract(ContractFixtures):
             service.client.put(f"/v1/adapters/{name}", json={"path": "good", "pinned": False}).json()["pinned"] is False
         )
 
+    @pytest.mark.parametrize("body", [{}, {"path": 3}, {"path": None}, {"path": ""}, {"path": "a\0"}])
+    def test_a_put_without_a_path_says_so(self, service: RunningService, body: dict[str, object]) -> None:
+        assert_error(service.client.put("/v1/adapters/a", json=body), 400, "path", param="path")
+        assert_error(service.client.put("/v1/adapters/a", content=b"[]"), 400, "the body", param=None)
+
+    @pytest.mark.parametrize("name", ["a%20b", ".a", "a" * 129, "%ff"])
+    def test_what_is_no_name_is_400_whatever_is_done_to_it(self, service: RunningService, name: str) -> None:
+        path = f"/v1/adapters/{name}"
+        for refused in (service.client.put(path, json={"path": "good"}), service.client.delete(path)):
+            assert_error(refused, 400, "name must match", param="name")
+
     def test_load_and_unload_as_vllm_controllers_do(self, service: RunningService) -> None:
         loaded = service.load("a", "good", base_model_name="small", lora_int_id=7)
         assert (loaded.status_code, loaded.headers["content-type"].partition(";")[0]) == (200, "text/plain")

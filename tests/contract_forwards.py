@@ -265,6 +265,8 @@ class ForwardContract(ContractFixtures):
             return service.client.post(path, content=content, headers={"Content-Encoding": coding})
 
         assert post(gzip.compress(json.dumps(body).encode())).status_code == 200
+        service.unload_all()
+        assert post(json.dumps(body).encode(), "").status_code == 200
         assert_error(post(gzip.compress(b" " * (MAX_BODY_BYTES + 1))), 413, "1 MiB")
         assert_error(post(b"{}"), 400, "gzip")
         assert_error(post(b"{}", "br"), 415, "gzip or deflate", "br")

@@ -15,7 +15,7 @@ from plain_engine import DIGIT, PlainEngine, PlainService, output_of, tokens
 from test_batcher import begun, run
 
 
-@pytest.mark.parametrize("sent", ["", "0", "0.0", "-1", "1e3", "ten", "nan", "inf", "1 ", "٣", "9" * 13, "+5", "1,5"])
+@pytest.mark.parametrize("sent", ["", "0", "0.0", "-1", "1e3", "ten", "nan", "inf", "1 ", "٣", "+5", "1,5"])
 def test_a_header_that_is_no_number_of_milliseconds(sent: str) -> None:
     with pytest.raises(RequestError, match="X-Request-Timeout-Ms should be") as raised:
         Timeouts(60).from_header(sent)
@@ -24,12 +24,8 @@ def test_a_header_that_is_no_number_of_milliseconds(sent: str) -> None:
 
 def test_no_deadline_is_later_than_the_service_allows() -> None:
     timeouts = Timeouts(60)
-    assert [timeouts.from_header(sent).timeout_s for sent in (None, "250", "0.5", "999999999999")] == [
-        60,
-        0.25,
-        5e-4,
-        60,
-    ]
+    sent = {None: 60, "250": 0.25, "0.5": 5e-4, "0.5000000": 5e-4, "999999999999": 60, "9" * 30: 60}
+    assert {each: timeouts.from_header(each).timeout_s for each in sent} == sent
     now = time.monotonic()
     deadline = timeouts.from_header("250")
     assert now + 0.2 < deadline.at < now + 1

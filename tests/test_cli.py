@@ -15,6 +15,8 @@ import pytest
 import moelet
 from moelet.layer.demo import DemoPaths, write_demo
 from moelet.service.cli import main
+from moelet.service.server import bound
+from moelet.service.settings import Settings
 
 SOURCES = str(Path(moelet.__file__).parent.parent)
 
@@ -100,12 +102,13 @@ def test_help_imports_nothing_heavy() -> None:
         (["serve", "absent", "--port", "70000"], ("--port", "65535")),
         (["serve", "absent", "--nonsense"], ("--nonsense",)),
         (["serve", "absent", "--device", "cuda:99"], ("cuda:99", "--device cpu")),
-        (["serve", "absent", "--device", "tpu"], ("--device", "tpu")),
+        (["serve", "absent", "--device", "tpu"], ("--device", "auto, cpu, cuda or cuda:N", "tpu")),
         (["serve", "absent", "--adapter-root", "/absent"], ("--adapter-root", "/absent")),
         (["serve", "absent", "--adapter", "a b=/x"], ("'a b'",)),
         (["serve", "absent", "--host", "not an address"], ("--host", "not an address")),
         (["serve", "absent", "--uds", "/absent/socket"], ("--uds", "/absent/socket")),
         (["serve", "absent", "--host", "a..b"], ("--host", "a..b")),
+        (["serve", "absent", "--host", "192.0.2.1"], ("--host 192.0.2.1 is no address of this machine",)),
         (["serve", "absent", "--host", "x" * 70], ("--host", "no name of a host")),
         (["serve", "x" * 300], ("xxx", "File name too long")),
         (["serve", ""], ("CHECKPOINT", "empty")),
@@ -175,6 +178,19 @@ def test_a_unix_socket_in_use_is_left_alone(tmp_path: Path, capsys: pytest.Captu
         assert path.is_socket()
     assert main(["serve", "absent", "--uds", str(path)]) == 2
     assert "absent" in capsys.readouterr().err
+
+
+def test_the_unix_socket_of_a_later_process_is_left_alone(tmp_path: Path) -> None:
+    """One that is still loading cannot be told from one that is gone, so that another may take its place."""
+    settings = Settings.read(demo=True, uds=tmp_path / "socket")
+    with bound(settings), socket.socket(socket.AF_UNIX) as later:
+        (tmp_path / "socket").unlink()
+        later.bind(str(tmp_path / "socket"))
+    assert (tmp_path / "socket").is_socket()
+    (tmp_path / "socket").unlink()
+    with bound(settings):
+        assert (tmp_path / "socket").is_socket()
+    assert not (tmp_path / "socket").exists()
 
 
 def test_demo_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

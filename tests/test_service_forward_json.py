@@ -1,6 +1,7 @@
 """The JSON form of a forward: exact numbers in and out, and nothing but a ``RequestError`` for anything else."""
 
 import json
+import re
 import tracemalloc
 from typing import Any
 
@@ -80,6 +81,19 @@ def test_a_long_string_among_numbers_costs_no_more_than_itself() -> None:
 def test_ids_of_any_size_are_refused(ids: list[list[int]], words: str) -> None:
     with pytest.raises(RequestError, match=words):
         parse_forward(json.dumps({"hidden_states": [[0, float("nan"), 0]], "topk_ids": ids}).encode(), SPEC)
+
+
+def test_ids_are_whole_numbers_however_json_writes_them() -> None:
+    def ids(sent: list[float]) -> torch.Tensor | None:
+        body = {"hidden_states": [[0, 0, 0]], "topk_ids": [sent], "topk_weights": [[1, 1]]}
+        return parse_forward(json.dumps(body).encode(), SPEC).batch.topk_ids
+
+    whole = ids([-1, 3])
+    for sent in ([-1.0, 3.0], [-1, 3.0]):
+        assert whole is not None and torch.equal(whole, ids(sent))
+    for wrong in (0.5, -2.0, 4.0, 1e30, float("nan"), float("inf")):
+        with pytest.raises(RequestError, match=rf"whole numbers in -1\.\.3, got {re.escape(f'{wrong:g}')} among them"):
+            ids([0, wrong])
 
 
 VALUES = st.recursive(

@@ -58,6 +58,13 @@ def test_a_head_without_end_is_ended(running_service: RunningService, start: byt
     assert str(MAX_HEAD_BYTES) in json.loads(body)["error"]["message"]
 
 
+def test_a_target_that_is_too_long_is_told_so_also_in_one_piece(running_service: RunningService) -> None:
+    sent = b"GET /" + b"a" * MAX_HEAD_BYTES + b" HTTP/1.1\r\nHost: x\r\n\r\n"
+    [(status, headers, body)] = answers(spoken(running_service, iter([sent])))
+    assert (status, headers["connection"]) == (431, "close")
+    assert str(MAX_HEAD_BYTES) in json.loads(body)["error"]["message"]
+
+
 def test_a_long_head_in_pieces_is_read(running_service: RunningService) -> None:
     def long() -> Iterator[bytes]:
         yield b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\nA: "

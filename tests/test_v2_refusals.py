@@ -162,6 +162,14 @@ def test_bytes_tensors_that_lie(raw: bytes, words: tuple[str, ...]) -> None:
     assert all(word in str(refused.value) for word in words), refused.value
 
 
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 5, 2**31, 2**32 - 1])
+def test_the_one_name_for_all_has_the_length_that_it_says(length: int) -> None:
+    raw = length.to_bytes(4, "little") + b"demo"
+    described = {"name": "adapter", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": len(raw)}}
+    with pytest.raises(RequestError, match="adapter"):
+        edited(lambda sent: sent["inputs"].append(described), tail=raw)
+
+
 def test_bytes_that_are_missing_or_left_over() -> None:
     body, length = request({"hidden_states": HIDDEN, "router_logits": np.zeros((3, 4))})
     for whole, words in (

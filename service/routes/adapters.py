@@ -87,5 +87,6 @@ async def put_adapter(request: Request, response: Response, name: str) -> Adapte
 async def delete_adapter(request: Request, name: str, timeout_s: Timeout = UNLOAD_TIMEOUT_S) -> AdapterRecord:
     """Unload an adapter once no request holds it; 409 and nothing changed when that takes longer."""
     service = service_of(request)
+    check_name(name, "name")
     with service.lifecycle.admit():
         return AdapterRecord.model_validate(await service.adapters.unload(name, timeout_s))

@@ -117,7 +117,8 @@ def _check_shapes(inputs: Iterable[Input], num_tokens: int, widths: Mapping[str,
     for given in inputs:
         fits = [(num_tokens,), (1,)] if given.name == ADAPTER else [(num_tokens, widths[given.name])]
         if given.shape not in fits:
-            wanted = f"[{num_tokens}] or [1]" if given.name == ADAPTER else f"[T, {widths[given.name]}]"
+            names = "[1]" if num_tokens == 1 else f"[{num_tokens}] or [1]"
+            wanted = names if given.name == ADAPTER else f"[T, {widths[given.name]}]"
             where = "" if given.name == OUTPUT else f", with T = {num_tokens} as in {OUTPUT}"
             got = f"{list(given.shape[:8])}{' and more' if len(given.shape) > 8 else ''}"
             raise RequestError(f"{given.name} should have the shape {wanted}{where}, got {got}", given.name)

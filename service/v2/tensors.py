@@ -57,8 +57,8 @@ def read_names(given: Input, values: memoryview) -> list[str | None] | str | Non
         return _names_of_json(given, count)
     content = bytes(values)
     if content and count:  # most often one name for all, which one comparison finds out
-        element = content[: 4 + LENGTH.unpack_from(content)[0]] if len(content) >= 4 else content
-        if len(element) >= 4 and len(element) * count == len(content) and element * count == content:
+        end = 4 + LENGTH.unpack_from(content)[0] if len(content) >= 4 else 0
+        if end * count == len(content) and (element := content[:end]) * count == content:
             return _name(element[4:])
     return _names_of_bytes(given, content, count)
 
