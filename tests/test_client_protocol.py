@@ -56,6 +56,49 @@ def test_hidden_states_go_and_come_back_as_they_are(kind: str) -> None:
         assert stub.infers[0].datatypes["hidden_states"] == "BF16"
 
 
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"adapter": ""}, "adapter"),
+        ({"adapter": "a\ud800"}, "adapter"),
+        ({"adapter": 5}, "adapter"),
+        ({"adapters": ["a"] * 4 + ["a\ud800"]}, "adapters"),
+        ({"timeout_s": -1}, "timeout_s"),
+        ({"timeout_s": float("nan")}, "timeout_s"),
+    ],
+)
+def test_what_cannot_be_sent_is_a_request_error(given: dict[str, Any], param: str) -> None:
+    stub = StubService()
+    with pytest.raises(RequestError) as refused:
+        client_of(stub).forward(0, hidden("numpy float32"), **given)
+    assert refused.value.param == param
+    assert not stub.infers
+
+
+def test_names_and_paths_that_are_no_unicode_are_request_errors() -> None:
+    client = client_of(StubService())
+    for call in (client.adapter, client.unload_adapter, lambda name: client.load_adapter(name, "x", replace=True)):
+        with pytest.raises(RequestError, match="adapter"):
+            call("\udcff")
+    for replace in (False, True):
+        with pytest.raises(RequestError, match="JSON"):
+            client.load_adapter("a", "/x\udcff", replace=replace)
+
+
+@pytest.mark.parametrize("seconds", [1e5, 1e30, float("inf")])
+def test_a_timeout_longer_than_any_is_the_longest(seconds: float) -> None:
+    stub = StubService()
+    client_of(stub, timeout_s=seconds).forward(0, hidden("numpy float32"), timeout_s=seconds)
+    assert stub.infers[0].headers["X-Request-Timeout-Ms"] == "86400000"
+
+
+@pytest.mark.parametrize("key", ["", "two words", "se\ncret", "s\u00e9cret", "s" * 513])
+def test_a_key_that_no_service_has_is_told_at_once_and_not_repeated(key: str) -> None:
+    with pytest.raises(ConfigurationError, match="api_key should be") as refused:
+        Client("http://nowhere", key)
+    assert key == "" or key not in str(refused.value)
+
+
 def test_strided_and_differentiable_tensors_are_sent_by_value() -> None:
     stub = StubService()
     wide = torch.randn(HIDDEN, 2 * TOKENS, requires_grad=True)
@@ -134,7 +177,7 @@ def test_headers() -> None:
         ({"adapter": "a", "adapters": ["a"] * TOKENS}, "adapter for all tokens or adapters for each, not both"),
         ({"adapter": ""}, "adapter should be a name"),
         ({"adapters": ["a"]}, "adapters should be one for each of 5 tokens, got 1"),
-        ({"adapters": ["a", "", None, "a", "a"]}, "names and None, got '' among them"),
+        ({"adapters": ["a", "", None, "a", "a"]}, "names and None, got ''"),
     ],
 )
 def test_what_cannot_be_sent_is_not_sent(changes: dict[str, Any], told: str) -> None:

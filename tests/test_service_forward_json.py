@@ -90,7 +90,8 @@ def test_ids_are_whole_numbers_however_json_writes_them() -> None:
 
     whole = ids([-1, 3])
     for sent in ([-1.0, 3.0], [-1, 3.0]):
-        assert whole is not None and torch.equal(whole, ids(sent))
+        assert whole is not None
+        assert torch.equal(whole, ids(sent))
     for wrong in (0.5, -2.0, 4.0, 1e30, float("nan"), float("inf")):
         with pytest.raises(RequestError, match=rf"whole numbers in -1\.\.3, got {re.escape(f'{wrong:g}')} among them"):
             ids([0, wrong])

@@ -11,7 +11,7 @@ import httpx
 import orjson
 
 from ...layer.errors import RequestError
-from .connection import Connection
+from .connection import Connection, bounded
 from .errors import ServiceError
 from .tensors import Tensor, receive_like, send_floats, send_hidden_states, send_ids
 from .wire import HEADER, WireTensor, decode, encode, encode_names
@@ -104,8 +104,8 @@ class Client:
         timeout_s: float | None = None,
     ) -> ForwardAnswer[Tensor]:
         """``forward``, with the adapter versions that answered."""
-        if adapter == "":
-            raise RequestError("adapter should be a name, or None for the base, got an empty one", "adapter")
+        if adapter is not None:
+            _check_name(adapter, "adapter should be a name, or None for the base", "adapter")
         inputs = [send_hidden_states(hidden_states)]
         if topk_ids is not None:
             inputs.append(send_ids("topk_ids", topk_ids))
@@ -117,7 +117,7 @@ class Client:
         body, head = encode(inputs, {} if adapter is None else {"adapter": adapter})
         headers = {HEADER: str(head), "Content-Type": "application/octet-stream"}
         if timeout_s is not None:
-            headers["X-Request-Timeout-Ms"] = str(max(1, round(timeout_s * 1000)))
+            headers["X-Request-Timeout-Ms"] = str(max(1, round(bounded(timeout_s) * 1000)))
         path = f"/v2/models/layers.{layer}/infer"
         response = self._connection.send(
             "POST", path, content=body, headers=headers, timeout_s=timeout_s, repeatable=True
@@ -140,20 +140,20 @@ class Client:
         """
         sent: Record = {} if pinned is None else {"pinned": pinned}
         if replace:
-            return self._json("PUT", f"/v1/adapters/{quote(name, safe='')}", sent | {"path": fspath(path)})
+            return self._json("PUT", _path_of(name), sent | {"path": fspath(path)})
         self._send("POST", "/v1/load_lora_adapter", sent | {"lora_name": name, "lora_path": fspath(path)})
         return self.adapter(name)
 
     def unload_adapter(self, name: str, *, timeout_s: float = 30.0) -> Record:
         """Unload ``name`` once no request holds it; its last record. ``ServiceError`` 409 after ``timeout_s``."""
-        path = f"/v1/adapters/{quote(name, safe='')}?timeout_s={timeout_s:g}"
+        path = f"{_path_of(name)}?timeout_s={timeout_s:g}"
         waits = timeout_s + self._connection.timeout_s
         record: Record = orjson.loads(self._connection.send("DELETE", path, timeout_s=waits).content)
         return record
 
     def adapter(self, name: str) -> Record:
         """The record of one loaded adapter."""
-        record: Record = self._connection.get(f"/v1/adapters/{quote(name, safe='')}")
+        record: Record = self._connection.get(_path_of(name))
         return record
 
     def adapters(self) -> list[Record]:
@@ -188,7 +188,10 @@ class Client:
         return answer
 
     def _send(self, method: str, path: str, sent: Record) -> httpx.Response:
-        content = orjson.dumps(sent)
+        try:
+            content = orjson.dumps(sent)
+        except TypeError as error:
+            raise RequestError(f"{sent} cannot be sent as JSON: {error}") from None
         return self._connection.send(method, path, content=content, headers={"Content-Type": "application/json"})
 
 
@@ -198,6 +201,17 @@ def _names_tensor(adapters: Sequence[str | None], adapter: str | None, num_token
     if len(adapters) != num_tokens:
         raise RequestError(f"adapters should be one for each of {num_tokens} tokens, got {len(adapters)}", "adapters")
     for name in set(adapters):
-        if name is not None and (not isinstance(name, str) or not name):
-            raise RequestError(f"adapters should hold names and None, got {name!r} among them", "adapters")
+        if name is not None:
+            _check_name(name, "adapters should hold names and None", "adapters")
     return WireTensor("adapter", "BYTES", [len(adapters)], encode_names(adapters))
+
+
+def _check_name(name: object, wanted: str, param: str) -> None:
+    """Raise ``RequestError`` for what could not be the name of an adapter."""
+    if not isinstance(name, str) or not name or any("\ud800" <= letter <= "\udfff" for letter in name):
+        raise RequestError(f"{wanted}, got {name!r}", param)
+
+
+def _path_of(name: str) -> str:
+    _check_name(name, "name should be that of an adapter", "name")
+    return f"/v1/adapters/{quote(name, safe='')}"

@@ -1,5 +1,6 @@
 """HTTP to one service: connections kept alive, a name for every request, and errors as exceptions."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
@@ -7,7 +8,7 @@ from uuid import uuid4
 import httpx
 import orjson
 
-from ...layer.errors import ConfigurationError
+from ...layer.errors import ConfigurationError, RequestError
 from .errors import ServiceError, ServiceTimeoutError, ServiceUnreachableError
 
 GRACE_S = 0.5
@@ -15,6 +16,11 @@ GRACE_S = 0.5
 
 KEPT_S = 3.0
 """How long an idle connection is kept: less than the service keeps it, so that no request meets its end."""
+
+LONGEST_S = 86400.0
+"""How long anything is waited for at most: as long as a service may let a request take."""
+
+KEY = re.compile(r"[\x21-\x7e]{1,512}")
 
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEPT_S)
 _BROKEN = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
@@ -37,11 +43,11 @@ class Connection:
         # Compressing tensors costs far more time than sending them.
         headers = {"Accept-Encoding": "identity"}
         if api_key is not None:
-            headers["Authorization"] = f"Bearer {api_key}"
+            headers["Authorization"] = bearer(api_key)
         base = "http://localhost" if scheme == "unix" else url
         self.url = url
         self.timeout_s = timeout_s
-        waits_s = timeout_s + GRACE_S
+        waits_s = bounded(timeout_s) + GRACE_S
         self._http = httpx.Client(base_url=base, headers=headers, timeout=waits_s, limits=_LIMITS, transport=transport)
 
     def send(
@@ -61,7 +67,7 @@ class Connection:
         """
         request_id = uuid4().hex
         named = {"X-Request-Id": request_id, **(headers or {})}
-        seconds = self.timeout_s if timeout_s is None else timeout_s
+        seconds = bounded(self.timeout_s if timeout_s is None else timeout_s)
         request = self._http.build_request(method, path, content=content, headers=named, timeout=seconds + GRACE_S)
         try:
             try:
@@ -87,6 +93,22 @@ class Connection:
     def close(self) -> None:
         """Close every connection."""
         self._http.close()
+
+
+def bearer(api_key: str) -> str:
+    """The header that sends ``api_key``, without the line's end that secrets kept in files have. Raises
+    ``ConfigurationError``, which does not tell it."""
+    key = api_key.strip()
+    if KEY.fullmatch(key) is None:
+        raise ConfigurationError("api_key should be 1 to 512 visible ASCII characters")
+    return f"Bearer {key}"
+
+
+def bounded(timeout_s: float) -> float:
+    """``timeout_s``, or ``LONGEST_S`` where it is longer. Raises ``RequestError`` for what is no time."""
+    if not timeout_s >= 0:
+        raise RequestError(f"timeout_s should be a number of seconds, 0 or more, got {timeout_s!r}", "timeout_s")
+    return min(timeout_s, LONGEST_S)
 
 
 def _error(response: httpx.Response, request_id: str) -> ServiceError:
