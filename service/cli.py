@@ -2,10 +2,13 @@
 
 import os
 import re
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -64,6 +67,19 @@ def print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+@contextmanager
+def ending_on_signals() -> Iterator[None]:
+    """End with code 0 on SIGTERM and SIGINT while modules are imported, which takes seconds: there is nothing to put
+    away yet, and the first process of a container would not hear of them otherwise. Who serves listens to them itself.
+    """
+    before = {number: signal.signal(number, lambda *_: os._exit(0)) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @app.callback()
 def moelet(
     _version: Annotated[
@@ -108,12 +124,19 @@ def serve(
     Every option is also MOELET_<NAME> in the environment (lists there are separated by commas); the option wins.
     """
     given = dict(locals())
+    with ending_on_signals():
+        return serve_as(given)
+
+
+def serve_as(given: dict[str, Any]) -> int:
+    """``serve`` with the options ``given``; the exit code."""
     from ..layer.errors import MoeletError
     from .argument_list import hide
     from .logs import configure_logs
     from .settings import Settings
 
-    hide([*(api_key or []), *([admin_api_key] if admin_api_key else [])])
+    admin_api_key = given["admin_api_key"]
+    hide([*(given["api_key"] or []), *([admin_api_key] if admin_api_key else [])])
     try:
         settings = Settings.read(**given)
         configure_logs(settings.log_format, settings.log_level)

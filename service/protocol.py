@@ -15,7 +15,7 @@ from .errors import error_body
 log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 65536
-"""Of a request line and headers that have not ended, and of what else is no body; what comes in one piece is taken."""
+"""Of a request line and headers that have not ended, and of what else is no body."""
 
 TOO_LONG = f"the request's head is longer than this service takes, {MAX_HEAD_BYTES} bytes"
 
@@ -96,13 +96,21 @@ class Protocol(HttpToolsProtocol):
         """The head has ended."""
         if self._repeats_head:
             return
+        long = self._head_bytes > MAX_HEAD_BYTES and self._is_long()  # what came may be a short head and its body
         self._in_head, self._head_bytes = False, 0
+        if long:
+            self._fault = (431, TOO_LONG)
+            raise ValueError("too long a head")
         if len(self.headers) > MAX_HEADERS:
             self._fault = (431, f"the request has {len(self.headers)} headers, and this service takes {MAX_HEADERS}")
             raise ValueError("too many headers")
         super().on_headers_complete()
         if not self.pipeline:
             self._answering = self.cycle
+
+    def _is_long(self) -> bool:
+        """Whether the target and headers, as they were parsed, are more than a head may have."""
+        return len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES
 
     def on_body(self, body: bytes) -> None:
         """A part of the body."""

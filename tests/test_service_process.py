@@ -175,6 +175,26 @@ def test_a_signal_while_loading_ends_at_once_with_0(tmp_path: Path) -> None:
     assert not uds.exists()
 
 
+IMPORTS_END_IN = """
+import os, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            os.kill(os.getpid(), {signal})
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_importing_ends_at_once_with_0(tmp_path: Path, number: signal.Signals) -> None:
+    log = tmp_path / "log"
+    with process(tmp_path, log, before=IMPORTS_END_IN.format(signal=int(number))) as started:
+        assert started.wait(30) == 0, log.read_text()
+    assert log.read_text() == ""
+
+
 def test_keys_are_asked_for_and_told_to_nobody(tmp_path: Path) -> None:
     keys = ["--api-key", "secret-user", "--admin-api-key", "secret-admin"]
     with served(tmp_path, *keys, "--log-level", "debug", "--body-timeout-s", "1") as it:

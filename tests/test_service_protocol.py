@@ -58,8 +58,16 @@ def test_a_head_without_end_is_ended(running_service: RunningService, start: byt
     assert str(MAX_HEAD_BYTES) in json.loads(body)["error"]["message"]
 
 
-def test_a_target_that_is_too_long_is_told_so_also_in_one_piece(running_service: RunningService) -> None:
-    sent = b"GET /" + b"a" * MAX_HEAD_BYTES + b" HTTP/1.1\r\nHost: x\r\n\r\n"
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /" + b"a" * MAX_HEAD_BYTES + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /ready HTTP/1.1\r\nHost: x\r\nA: " + b"a" * MAX_HEAD_BYTES + b"\r\n\r\n",
+        b"GET /ready HTTP/1.1\r\nHost: x\r\n" + (b"A: " + b"a" * 1000 + b"\r\n") * 80 + b"\r\n",
+    ],
+    ids=["target", "header", "headers"],
+)
+def test_a_head_that_is_too_long_is_told_so_also_in_one_piece(running_service: RunningService, sent: bytes) -> None:
     [(status, headers, body)] = answers(spoken(running_service, iter([sent])))
     assert (status, headers["connection"]) == (431, "close")
     assert str(MAX_HEAD_BYTES) in json.loads(body)["error"]["message"]
