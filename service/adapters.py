@@ -94,7 +94,9 @@ class AdapterRegistry:
             async with asyncio.timeout_at(deadline):
                 await lock.acquire()
         except TimeoutError:
-            raise _busy(name, timeout_s, "another request is loading or unloading it", self.in_flight(name)) from None
+            holding = self.in_flight(name)
+            why = f"another request is loading or unloading it, and {_held(holding)}"
+            raise _busy(name, timeout_s, why, holding) from None
         try:
             return await self._unload(name, timeout_s, deadline)
         finally:
@@ -109,8 +111,7 @@ class AdapterRegistry:
                     await self._released.wait()
         except TimeoutError:
             holding = self.in_flight(name)
-            why = f"{holding} request{' still holds' if holding == 1 else 's still hold'} it"
-            raise _busy(name, timeout_s, why, holding) from None
+            raise _busy(name, timeout_s, _held(holding), holding) from None
         finally:
             self.table.cancel_drain(name)
         record = self.record(version)
@@ -208,6 +209,10 @@ class AdapterRegistry:
         except OSError as error:
             raise AdapterRefusedError(sent, "files that can be read", error.strerror or "an I/O error") from error
         return replaced(adapter, path=Path(sent))
+
+
+def _held(count: int) -> str:
+    return f"{count} request{' still holds' if count == 1 else 's still hold'} it"
 
 
 def _busy(name: str, timeout_s: float, why: str, in_flight: int) -> AdapterBusyError:

@@ -31,7 +31,7 @@ class SwapContract(ContractFixtures):
                 threading.Event().wait(0.01)
             assert not going.done()
             impatient = service.client.delete(f"/v1/adapters/{name}", params={"timeout_s": 0.05})
-            assert_error(impatient, 409, "another request")
+            assert_error(impatient, 409, "another request", "1 request still holds it")
             service.engine.gate.set()
             assert torch.equal(held.result(), expected)
             assert going.result().status_code == 200
