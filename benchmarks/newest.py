@@ -74,6 +74,11 @@ def source() -> str:
     return str(json.loads(PEERS.read_text(encoding="utf-8"))["source"])
 
 
+def published_date() -> str:
+    """When they were measured."""
+    return str(json.loads(PEERS.read_text(encoding="utf-8"))["date"])
+
+
 def best_published(shape: str, rank: int, adapters: int) -> dict[int, Published]:
     """The fastest peer of ``shape`` at each token count, with so many adapters of ``rank``."""
     best: dict[int, Published] = {}

@@ -17,7 +17,7 @@ from moelet.graphs.plan_choice import TABLE
 from moelet.layer.errors import ConfigurationError
 
 from . import options, plan_table
-from .newest import Newest, best_published, newest
+from .newest import Newest, best_published, newest, published_date
 from .report import RESULTS, ROOT, Row
 
 FILES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
@@ -80,7 +80,7 @@ def layer_table(found: Newest, shape: str) -> list[str]:
         published = best_published(shape, rank, adapters) if layout != "shared_outer" else {}
         if any(t in published for t in tokens):
             cells = [f"{published[t].us[t]:.1f}" if t in published else DASH for t in tokens]
-            lines.append(markdown(f"best peer, {described(rank, adapters, layout)}, 2026-11-29", cells))
+            lines.append(markdown(f"best peer, {described(rank, adapters, layout)}, {published_date()}", cells))
     return lines
 
 

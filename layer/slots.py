@@ -7,7 +7,7 @@ given a slot is *ready* once the engine has ``installed`` it there. A replaced, 
 is *retired*: no request can acquire it any more, those that hold it are served by it to their end, and its
 slot is free once nobody holds it and no install fills it.
 
-Nothing here locks: all calls come from one thread, as those of the ``Engine`` do.
+Nothing here locks: all calls come from one thread.
 """
 
 import itertools
