@@ -36,6 +36,16 @@ class LayerBatch:
         """T."""
         return int(self.hidden_states.shape[0])
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what it brings; not of ``token_slots``, which come later."""
+        total = self.hidden_states.nbytes
+        if self.topk_ids is not None and self.topk_weights is not None:
+            total += self.topk_ids.nbytes + self.topk_weights.nbytes
+        if self.router_logits is not None:
+            total += self.router_logits.nbytes
+        return total
+
     def part(self, start: int, stop: int) -> "LayerBatch":
         """Tokens ``start .. stop`` of the batch, as views."""
 

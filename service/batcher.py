@@ -54,9 +54,10 @@ class Batcher:
         """Raise ``UnavailableError`` when the queue is full."""
         waiting, limits = self._waiting, self._limits
         if waiting.requests >= limits.max_queue:
-            raise UnavailableError(f"{waiting.requests} requests wait, as many as may (--max-queue)")
+            raise UnavailableError(f"the queue is full: it may hold {limits.max_queue} requests (--max-queue) and does")
         if waiting.num_bytes >= limits.max_queue_bytes:
-            raise UnavailableError(f"{waiting.requests} requests of {waiting.num_bytes} bytes wait, as much as may")
+            held = f"it may hold {limits.max_queue_bytes} bytes (--max-queue-mb) and holds {waiting.num_bytes}"
+            raise UnavailableError(f"the queue is full: {held}")
 
     async def forward(self, work: Work) -> Tensor:
         """Queue ``work`` and wait for its output, bf16 ``[T, H]``.

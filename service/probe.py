@@ -13,7 +13,11 @@ def main(arguments: Sequence[str]) -> int:
     if len(arguments) != 1 or not arguments[0].startswith("/"):
         print("usage: python -m moelet.service.probe PATH, such as /health", file=sys.stderr)
         return 2
-    connection = http.client.HTTPConnection("127.0.0.1", int(os.environ.get("MOELET_PORT") or 8000), timeout=TIMEOUT_S)
+    port = os.environ.get("MOELET_PORT") or "8000"
+    if not (port.isascii() and port.isdecimal()):
+        print(f"MOELET_PORT should be the number of a port, got {port!r}", file=sys.stderr)
+        return 2
+    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=TIMEOUT_S)
     try:
         connection.request("GET", arguments[0])
         answer = connection.getresponse()

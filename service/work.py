@@ -142,7 +142,7 @@ class Part:
         self.token_versions = token_versions
         self.rows = rows
         self.num_tokens = batch.num_tokens
-        self.num_bytes = batch.hidden_states.nbytes
+        self.num_bytes = batch.num_bytes
         self.passes = 0
         self.alone = False
         self.asked_at = 0

@@ -59,6 +59,15 @@ def test_silence_ends_in_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "not answered" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("port", ["tcp://10.0.0.1:8000", "x", "-1", "٣"])
+def test_a_port_that_is_none_is_told(
+    port: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOELET_PORT", port)
+    assert main(["/health"]) == 2
+    assert "MOELET_PORT" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [[], ["health"], ["/health", "/ready"]])
 def test_anything_else_is_told_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2

@@ -1,7 +1,7 @@
 """The v2 codec on bodies written by hand: tensors where they lie, names, parameters, and answers as asked for."""
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +12,7 @@ from moelet.layer.errors import RequestError
 from moelet.service.call import Answer
 from moelet.service.v2.codec import bytes_of, read_inference, write_answer
 from moelet.service.v2.layout import LONGEST_REMEMBERED, remembering
+from moelet.service.work import Part, Work
 from v2_requests import HIDDEN, SPEC, TOPK, edited, read
 from v2_wire import json_request, request
 
@@ -30,6 +31,17 @@ def test_every_tensor_arrives_whatever_its_place(lead: int) -> None:
     assert got.token_names.tolist() == [0, -1, 1]
     tensors = (got.batch.hidden_states, got.batch.topk_weights, got.batch.topk_ids)
     assert all(tensor.data_ptr() % tensor.itemsize == 0 for tensor in tensors)
+
+
+def test_what_waits_counts_all_its_tensors_and_keeps_no_json() -> None:
+    for sent in ({"hidden_states": HIDDEN, **TOPK}, {"hidden_states": HIDDEN, "router_logits": np.zeros((3, 4))}):
+        for got in (read(*request(sent)), read(json_request(sent))):
+            batch = got.call.batch
+            tensors = (batch.hidden_states, batch.topk_ids, batch.topk_weights, batch.router_logits)
+            kept = [tensor.numel() * tensor.itemsize for tensor in tensors if tensor is not None]
+            assert len(kept) == len(sent)
+            assert Part(cast(Work, None), batch, (), None, None).num_bytes == sum(kept)
+            assert got.request.inputs == ()
 
 
 def test_tensors_are_views_of_an_aligned_body() -> None:

@@ -22,9 +22,10 @@ def service_of(request: Request) -> MoeService:
 
 
 async def read_bytes(request: Request) -> bytes:
-    """The whole body, expanded. Raises as ``compression.expanded`` does."""
+    """The whole body, expanded, and kept by nobody else. Raises as ``compression.expanded`` does."""
     coding = request.headers.get("content-encoding", "identity").encode("latin-1")
-    return bytes(await expanded(await request.body(), coding, request.app.state.max_body_bytes))
+    sent = b"".join([part async for part in request.stream()])
+    return bytes(await expanded(sent, coding, request.app.state.max_body_bytes))
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:

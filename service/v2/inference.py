@@ -33,6 +33,7 @@ class Inferences:
             header_length = read_header_length(headers.get(b"inference-header-content-length"))
             body = await read_body(headers, incoming.receive, header_length or 0, self._max_body_bytes)
             asked = read_inference(body, header_length, spec, self._layouts[spec.index])
+            del body  # while the request waits it is kept as far as tensors are views of it
             watch.num_tokens = asked.call.batch.num_tokens
             deadline = deadline.within(asked.request.timeout)
             answer = await service.forward_for_client(asked.call, deadline, incoming.receive)

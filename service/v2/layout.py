@@ -36,7 +36,8 @@ class Place(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A request less the bytes behind its JSON part: ``size`` of them, divided over ``places`` by the inputs' names.
+    """A request less the bytes behind its JSON part: ``size`` of them, divided over ``places`` by the inputs' names,
+    which ``request`` has no more.
 
     ``needs_check``  how inputs go together, and what is in them, has still to be looked at
     """
@@ -90,6 +91,7 @@ def read_layout(head: bytes, spec: LayerSpec) -> Layout:
     _check_shapes(request.inputs, num_tokens, widths_of(spec))
     if request.adapter is not None and ADAPTER in places:
         raise RequestError("send adapter as an input or as a parameter, not both", ADAPTER)
+    request = request._replace(inputs=())  # which may be large, and are not needed while the request waits
     return Layout(request, num_tokens, places, end, not places.keys() <= {OUTPUT, ADAPTER})
 
 
