@@ -35,7 +35,7 @@ def test_every_tensor_arrives_whatever_its_place(lead: int) -> None:
 
 def test_what_waits_counts_all_its_tensors_and_keeps_no_json() -> None:
     for sent in ({"hidden_states": HIDDEN, **TOPK}, {"hidden_states": HIDDEN, "router_logits": np.zeros((3, 4))}):
-        for got in (read(*request(sent)), read(json_request(sent))):
+        for got in (read(*request(sent)), read(json_request(sent), None)):
             batch = got.call.batch
             tensors = (batch.hidden_states, batch.topk_ids, batch.topk_weights, batch.router_logits)
             kept = [tensor.numel() * tensor.itemsize for tensor in tensors if tensor is not None]
