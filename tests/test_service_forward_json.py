@@ -97,6 +97,13 @@ def test_ids_are_whole_numbers_however_json_writes_them() -> None:
             ids([0, wrong])
 
 
+def test_a_number_without_end_is_refused_in_our_own_words() -> None:
+    for fill in (b"0", b"NaN"):  # beside NaN it is Python that reads the body
+        with pytest.raises(RequestError) as refused:
+            parse_forward(b'{"hidden_states": [[%s, 0, 1%s]]}' % (fill, b"0" * 5000), SPEC)
+        assert "set_int_max_str_digits" not in str(refused.value)
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
