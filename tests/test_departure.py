@@ -72,7 +72,7 @@ def test_a_full_queue_is_told_before_the_body_is_read(open_engine: OpenEngine) -
         eventually(lambda: service.metric("moelet_queue_requests") == 2)
         refused = service.forward(hidden_states="no body is parsed when nothing is taken")
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        assert "2 requests wait" in refused.json()["error"]["message"]
+        assert "may hold 2 requests" in refused.json()["error"]["message"]
         assert service.metric("moelet_requests_total", layer="1", outcome="rejected") == 1
         service.engine.gate.set()
         assert [client.recv(15) for client in clients] == [b"HTTP/1.1 200 OK"] * len(clients)
