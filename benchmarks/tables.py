@@ -77,7 +77,8 @@ def layer_table(found: Newest, shape: str) -> list[str]:
         own = fastest([row for row in found.peers if row["peer"] == peer])
         lines.append(markdown(f"{peer}, base, same run", [timed(own.get(t)) for t in tokens]))
     for rank, adapters, layout in kinds:
-        published = best_published(shape, rank, adapters) if layout != "shared_outer" else {}
+        alike = layout != "shared_outer" and found.rows[0]["routing"] == "uniform"  # as peers were measured
+        published = best_published(shape, rank, adapters) if alike else {}
         if any(t in published for t in tokens):
             cells = [f"{published[t].us[t]:.1f}" if t in published else DASH for t in tokens]
             lines.append(markdown(f"best peer, {described(rank, adapters, layout)}, {published_date()}", cells))

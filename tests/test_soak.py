@@ -53,3 +53,17 @@ def test_an_engine_that_rounds_otherwise_is_held_to_float64(truth: Truth) -> Non
     wrong[2, 3] = right[1, 3]
     with pytest.raises(AssertionError):
         truth.adopt(kind, wrong)
+
+
+def test_an_engine_that_rounds_otherwise_is_held_to_float64_before_it_is_believed(truth: Truth) -> None:
+    for kind in truth.kinds:
+        quiet = truth.expected[kind].clone()
+        truth.adopt(kind, quiet)
+        assert truth.expected[kind] is quiet
+        wrong = quiet.clone()
+        wrong[2, 5] = wrong[2, 6]
+        with pytest.raises(AssertionError, match="Frobenius"):
+            truth.adopt(kind, wrong)
+        finite = quiet.nan_to_num()
+        with pytest.raises(AssertionError, match="came out finite"):
+            truth.adopt(kind, finite)
