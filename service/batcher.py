@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 import time
 from functools import partial
 
@@ -43,12 +44,14 @@ class Batcher:
         self._will_sweep = False
         self._delayed: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop
+        self._thread = 0
         waiting = self._waiting
         metrics.watch_queue(lambda: waiting.requests, lambda: waiting.tokens, lambda: waiting.adapters)
 
     def start(self) -> None:
         """Begin to take work; call on the running event loop."""
         self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
 
     def check_room(self) -> None:
         """Raise ``UnavailableError`` when the queue is full."""
@@ -124,8 +127,11 @@ class Batcher:
         self._engine.begin(batch)
 
     def _hand_back(self, batch: Batch) -> None:
-        """Called on the engine's threads."""
-        self._loop.call_soon_threadsafe(self._landed, batch)
+        """Called on the engine's threads, or on the event loop's by a forward that was begun and finished there."""
+        if threading.get_ident() == self._thread:
+            self._loop.call_soon(self._landed, batch)
+        else:
+            self._loop.call_soon_threadsafe(self._landed, batch)
 
     def _landed(self, batch: Batch) -> None:
         """Let go of the slots, begin what waits, and only then answer."""
