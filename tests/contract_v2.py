@@ -258,6 +258,13 @@ class V2Contract(ContractFixtures):
         assert_v2_error(post("unload"), 404, name)
         assert index() == layers
 
+    def test_an_adapter_with_the_name_of_a_layer_can_be_unloaded(self, service: RunningService) -> None:
+        path = "/v2/repository/models/layers.1/unload"
+        assert_v2_error(service.client.post(path), 400, "layers.1 is a layer")
+        assert service.load("layers.1", "good").status_code == 200
+        assert service.client.post(path).json() == {"name": "layers.1", "version": "1", "state": "UNAVAILABLE"}
+        assert service.records() == []
+
     @pytest.mark.parametrize(
         ("model", "config", "status"),
         [

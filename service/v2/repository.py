@@ -55,7 +55,8 @@ class Repository:
         return json_reply({"name": name, "version": str(record["version"]), "state": "UNAVAILABLE"})
 
     def _check(self, name: str) -> None:
-        if name in self._models.layers:
+        """Raise for what no adapter is called; one that the native endpoints loaded under a layer's name is one."""
+        if name in self._models.layers and self._service.adapters.find(name) is None:
             raise RequestError(f"{name} is a layer of the checkpoint: only adapters are loaded and unloaded", "model")
         check_name(name, "model")
 
