@@ -18,10 +18,7 @@ def plan_table(folder: Path = RESULTS) -> list[dict[str, Any]]:
     found: dict[tuple[str, str, int], dict[str, Any]] = {}
     for report in reports(folder):
         for shape, tokens, times in compared(report):
-            spec = SHAPES[shape]
-            layer = plan_choice.layer_key(
-                spec.num_experts, spec.num_local_experts, spec.top_k, spec.hidden_size, spec.intermediate_size
-            )
+            layer = plan_choice.layer_key(SHAPES[shape])
             row = {
                 "gpu": report["gpu"],
                 "layer": list(layer),

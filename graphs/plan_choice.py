@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from ..layer.spec import LayerSpec
 from .geometry import Geometry
 from .program import Plan
 
 TABLE = Path(__file__).with_name("plan_table.json")
 DEFAULT_PLAN = Plan.FUSED
 """Where nothing was measured."""
+
+LayerKey = tuple[int, int, int, int, int]
+"""Experts of the layer, experts held, top_k, hidden size and intermediate size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,28 +37,20 @@ class Measured:
     that were measured."""
 
     gpu: str
-    layer: tuple[int, int, int, int, int]
+    layer: LayerKey
     tokens: int
     us: Mapping[Plan, float]
     date: str
 
 
-def layer_key(
-    num_experts: int, num_local_experts: int, top_k: int, hidden_size: int, intermediate_size: int
-) -> tuple[int, int, int, int, int]:
+def layer_key(layer: Geometry | LayerSpec) -> LayerKey:
     """What tells one layer's measurements from another's."""
-    return num_experts, num_local_experts, top_k, hidden_size, intermediate_size
+    return layer.num_experts, layer.num_local_experts, layer.top_k, layer.hidden_size, layer.intermediate_size
 
 
 def choose(gpu: str, geometry: Geometry, tokens: int, table: Sequence[Measured] | None = None) -> Choice:
     """The plan of ``tokens`` tokens on ``gpu``: that of the smallest measured shape that holds them."""
-    key = layer_key(
-        geometry.num_experts,
-        geometry.num_local_experts,
-        geometry.top_k,
-        geometry.hidden_size,
-        geometry.intermediate_size,
-    )
+    key = layer_key(geometry)
     rows = [row for row in (measured() if table is None else table) if (row.gpu, row.layer) == (gpu, key)]
     if not rows:
         return Choice(DEFAULT_PLAN, f"the default: this layer was not measured on {gpu}")
@@ -70,7 +66,7 @@ def measured() -> tuple[Measured, ...]:
     return tuple(
         Measured(
             row["gpu"],
-            layer_key(*row["layer"]),
+            tuple(row["layer"]),
             row["tokens"],
             {Plan(name): us for name, us in row["us"].items()},
             row["date"],

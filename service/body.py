@@ -3,8 +3,7 @@
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import BodyTooLargeError, response_for
-
-MIB = 1 << 20
+from .limits import MIB
 
 
 class BodyLimitMiddleware:

@@ -19,8 +19,8 @@ from rich.console import Console
 
 from ..layer.errors import ConfigurationError
 from .app import create_app
-from .body import MIB
 from .keys import Keys
+from .limits import MIB
 from .protocol import http_config
 from .service import MoeService
 from .settings import Settings

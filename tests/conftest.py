@@ -1,18 +1,34 @@
 """Fixtures that several test modules share."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 if TYPE_CHECKING:
+    from moelet.layer.engine import Engine
+    from moelet.layer.spec import ModelSpec
+    from moelet.layer.weights import LayerWeights
     from running_service import OpenEngine, RunningService
 
 CONTRACT = ("terms", "forwards", "adapters", "swaps", "operation", "v2", "generation")
 SHARED = ("oracle", "running_service", "v2_requests", "v2_wire")
 torch.set_num_threads(1)  # the tests' layers are small, and threads that spin for a busy core take minutes over them
 pytest.register_assert_rewrite(*SHARED, *(f"contract_{part}" for part in CONTRACT))
+
+
+@pytest.fixture(scope="module")
+def open_engine() -> "OpenEngine":
+    """The CPU's; a module that serves over another has its own."""
+    from moelet.layer.reference import ReferenceEngine
+
+    def opened(
+        model: "ModelSpec", weights: "Mapping[int, LayerWeights]", max_loras: int, max_lora_rank: int
+    ) -> "Engine":
+        return ReferenceEngine(model, weights, max_loras=max_loras, max_lora_rank=max_lora_rank)
+
+    return opened
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 
 from running_service import RunningService
 
+LAST = b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+"""A request that ends its connection, behind others whose answers are waited for."""
+
 
 def connected(service: RunningService, timeout_s: float = 10) -> socket.socket:
     """A connection to ``service``, every send of which leaves at once."""

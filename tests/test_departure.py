@@ -3,28 +3,16 @@
 import asyncio
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from starlette.requests import ClientDisconnect
 
-from moelet.layer.engine import Engine
-from moelet.layer.reference import ReferenceEngine
-from moelet.layer.spec import ModelSpec
-from moelet.layer.weights import LayerWeights
 from moelet.service.departure import Departures
 from moelet.service.limits import Limits
 from running_service import HIDDEN, OpenEngine, RunningService, hidden_states, running
-
-
-@pytest.fixture(scope="module")
-def open_engine() -> OpenEngine:
-    def opened(model: ModelSpec, weights: Mapping[int, LayerWeights], max_loras: int, max_lora_rank: int) -> Engine:
-        return ReferenceEngine(model, weights, max_loras=max_loras, max_lora_rank=max_lora_rank)
-
-    return opened
 
 
 def eventually(condition: Callable[[], bool], *, within_s: float = 10.0) -> None:

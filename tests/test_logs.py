@@ -6,28 +6,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from moelet.layer.engine import Engine
-from moelet.layer.reference import ReferenceEngine
-from moelet.layer.spec import ModelSpec
-from moelet.layer.weights import LayerWeights
 from moelet.service.logs import JsonFormatter, TextFormatter
 from raw_http import answers, spoken
-from running_service import OpenEngine, RunningService, hidden_states
+from running_service import RunningService, hidden_states
 from served_process import SOURCES
-
-
-@pytest.fixture(scope="module")
-def open_engine() -> OpenEngine:
-    def opened(model: ModelSpec, weights: Mapping[int, LayerWeights], max_loras: int, max_lora_rank: int) -> Engine:
-        return ReferenceEngine(model, weights, max_loras=max_loras, max_lora_rank=max_lora_rank)
-
-    return opened
-
 
 EVENTS = """
 import asyncio, logging, sys, threading, warnings

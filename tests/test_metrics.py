@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -13,16 +13,12 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import ClientDisconnect
 
-from moelet.layer.engine import Engine
 from moelet.layer.errors import EngineError, EngineFailedError, RequestError
-from moelet.layer.reference import ReferenceEngine
-from moelet.layer.spec import ModelSpec
-from moelet.layer.weights import LayerWeights
 from moelet.service.errors import UnavailableError
 from moelet.service.lifecycle import Lifecycle
 from moelet.service.metrics import SECONDS, Metrics, outcome_of
 from moelet.service.tallies import Counts, Distribution
-from running_service import OpenEngine, RunningService, hidden_states
+from running_service import RunningService, hidden_states
 from source_tree import ROOT
 
 OF_OTHERS = re.compile(r"(vllm:|process_|python_)")
@@ -32,14 +28,6 @@ UNITS = ("seconds", "bytes", "total", "info", "tokens", "requests")
 COUNTED = re.compile(
     r"moelet_(ready|adapters?_(loaded|slots|in_slots|in_flight)|requests_in_flight|queue_requests|connections)$"
 )
-
-
-@pytest.fixture(scope="module")
-def open_engine() -> OpenEngine:
-    def opened(model: ModelSpec, weights: Mapping[int, LayerWeights], max_loras: int, max_lora_rank: int) -> Engine:
-        return ReferenceEngine(model, weights, max_loras=max_loras, max_lora_rank=max_lora_rank)
-
-    return opened
 
 
 def scrape(service: RunningService) -> dict[str, Metric]:

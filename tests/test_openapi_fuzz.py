@@ -1,18 +1,13 @@
 """Every endpoint held against what ``/openapi.json`` says of it, by requests that schemathesis draws from there."""
 
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moelet.layer.engine import Engine
-from moelet.layer.reference import ReferenceEngine
-from moelet.layer.spec import ModelSpec
-from moelet.layer.weights import LayerWeights
-from running_service import OpenEngine, RunningService
+from running_service import RunningService
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -38,14 +33,6 @@ CHECKS = [
 ]
 SERVED = {"model": "layers.1", "version": "1", "layer": "1", "name": "good", "adapter": "good"}
 """What variable parts of a path are in every other request, so that more is tried than how 404 looks."""
-
-
-@pytest.fixture(scope="module")
-def open_engine() -> OpenEngine:
-    def opened(model: ModelSpec, weights: Mapping[int, LayerWeights], max_loras: int, max_lora_rank: int) -> Engine:
-        return ReferenceEngine(model, weights, max_loras=max_loras, max_lora_rank=max_lora_rank)
-
-    return opened
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from moelet.graphs.program import Plan
 from random_layers import SPEC
 
 GEOMETRY = Geometry.of(SPEC, router_fp32=False, max_loras=2, max_lora_rank=16)
-KEY = layer_key(SPEC.num_experts, SPEC.num_local_experts, SPEC.top_k, SPEC.hidden_size, SPEC.intermediate_size)
+KEY = layer_key(SPEC)
 FUSED_FIRST = {Plan.FUSED: 10.0, Plan.TWO_STREAM: 11.0}
 TWO_FIRST = {Plan.FUSED: 12.0, Plan.TWO_STREAM: 11.0}
 TABLE = [

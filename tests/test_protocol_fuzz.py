@@ -4,14 +4,10 @@ import json
 import random
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import pytest
 
-from moelet.layer.engine import Engine
-from moelet.layer.reference import ReferenceEngine
-from moelet.layer.spec import ModelSpec
-from moelet.layer.weights import LayerWeights
 from raw_http import connected
 from running_service import OpenEngine, RunningService, hidden_states, running
 
@@ -30,14 +26,6 @@ REQUESTS = (
     b"\r\n\r\n",
 )
 PUT_IN = (b"\r\n", b"\0", b":", b" ", b"\r\nContent-Length: 3\r\n", b"\r\nTransfer-Encoding: chunked\r\n", b"a" * 5000)
-
-
-@pytest.fixture(scope="module")
-def open_engine() -> OpenEngine:
-    def opened(model: ModelSpec, weights: Mapping[int, LayerWeights], max_loras: int, max_lora_rank: int) -> Engine:
-        return ReferenceEngine(model, weights, max_loras=max_loras, max_lora_rank=max_lora_rank)
-
-    return opened
 
 
 def changed(draw: random.Random) -> bytes:

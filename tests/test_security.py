@@ -7,7 +7,7 @@ import json
 import re
 import socket
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,10 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from moelet.layer.demo import DemoPaths, write_demo
-from moelet.layer.engine import Engine
 from moelet.layer.errors import EngineError
-from moelet.layer.reference import ReferenceEngine
-from moelet.layer.spec import ModelSpec
-from moelet.layer.weights import LayerWeights
 from moelet.service.server import warn_of_openness
 from moelet.service.settings import Settings
-from running_service import OpenEngine, RunningService, hidden_states
+from running_service import RunningService, hidden_states
 from served_process import served
 from source_tree import ROOMS, ROOT, tree_files
 
@@ -47,14 +43,6 @@ def report(event, arguments):
 signal.signal(signal.SIGUSR1, lambda *_: sys.addaudithook(report))
 """
 """From SIGUSR1 on, writes to stdout what the process opens for writing, connects to, starts, deletes or imports."""
-
-
-@pytest.fixture(scope="module")
-def open_engine() -> OpenEngine:
-    def opened(model: ModelSpec, weights: Mapping[int, LayerWeights], max_loras: int, max_lora_rank: int) -> Engine:
-        return ReferenceEngine(model, weights, max_loras=max_loras, max_lora_rank=max_lora_rank)
-
-    return opened
 
 
 def hostile_adapters(demo: DemoPaths, root: Path) -> None:

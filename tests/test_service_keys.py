@@ -1,7 +1,7 @@
 """Keys over real HTTP: every route and spelling of a path, every way of sending a key, and what is told of it."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +9,6 @@ import httpx
 import pytest
 from starlette.routing import Route
 
-from moelet.layer.engine import Engine
-from moelet.layer.reference import ReferenceEngine
-from moelet.layer.spec import ModelSpec
-from moelet.layer.weights import LayerWeights
 from moelet.service.app import routed
 from moelet.service.keys import Keys, Right
 from moelet.service.v2.app import routes as v2_routes
@@ -31,14 +27,6 @@ CHANGES = {
     ("POST", "/v2/repository/models/{adapter}/unload"),
 }
 """The routes that take the admin key, spelled out here so that a new one has to be thought of."""
-
-
-@pytest.fixture(scope="module")
-def open_engine() -> OpenEngine:
-    def opened(model: ModelSpec, weights: Mapping[int, LayerWeights], max_loras: int, max_lora_rank: int) -> Engine:
-        return ReferenceEngine(model, weights, max_loras=max_loras, max_lora_rank=max_lora_rank)
-
-    return opened
 
 
 @pytest.fixture(scope="module")

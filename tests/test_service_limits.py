@@ -4,34 +4,21 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 import torch
 
-from moelet.layer.engine import Engine
-from moelet.layer.reference import ReferenceEngine
-from moelet.layer.spec import ModelSpec
-from moelet.layer.weights import LayerWeights
 from moelet.service import connection_limits
 from moelet.service.connection_limits import connections_allowed
 from moelet.service.protocol import MAX_HEAD_BYTES, MAX_HEADERS
-from raw_http import answers, connected, spoken, until_closed
+from raw_http import LAST, answers, connected, spoken, until_closed
 from running_service import HIDDEN, OpenEngine, RunningService, hidden_states, running
 
 TIMEOUT_S, KEEP_ALIVE_S = 0.8, 1
 FORWARD = b"POST /v1/layers/1/forward HTTP/1.1\r\nHost: x\r\n"
-LAST = b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-
-
-@pytest.fixture(scope="module")
-def open_engine() -> OpenEngine:
-    def opened(model: ModelSpec, weights: Mapping[int, LayerWeights], max_loras: int, max_lora_rank: int) -> Engine:
-        return ReferenceEngine(model, weights, max_loras=max_loras, max_lora_rank=max_lora_rank)
-
-    return opened
 
 
 @pytest.fixture(scope="module")

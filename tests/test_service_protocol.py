@@ -1,29 +1,16 @@
 """HTTP below the application, spoken to over bare sockets: what is no HTTP, heads without end, and upgrades."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from moelet.layer.engine import Engine
-from moelet.layer.reference import ReferenceEngine
-from moelet.layer.spec import ModelSpec
-from moelet.layer.weights import LayerWeights
 from moelet.service.protocol import MAX_HEAD_BYTES
-from raw_http import answers, spoken
-from running_service import HIDDEN, OpenEngine, RunningService, hidden_states
+from raw_http import LAST, answers, spoken
+from running_service import HIDDEN, RunningService, hidden_states
 
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
-LAST = b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-
-
-@pytest.fixture(scope="module")
-def open_engine() -> OpenEngine:
-    def opened(model: ModelSpec, weights: Mapping[int, LayerWeights], max_loras: int, max_lora_rank: int) -> Engine:
-        return ReferenceEngine(model, weights, max_loras=max_loras, max_lora_rank=max_lora_rank)
-
-    return opened
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +15,11 @@ import torch
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from moelet.layer.engine import Engine
-from moelet.layer.reference import ReferenceEngine
-from moelet.layer.spec import ModelSpec
-from moelet.layer.weights import LayerWeights
-from running_service import EXPERTS, HIDDEN, TOP_K, OpenEngine, RunningService, hidden_states
+from running_service import EXPERTS, HIDDEN, TOP_K, RunningService, hidden_states
 from source_tree import ROOT
 
 OLD_CLIENT = "MOELET_TEST_OLD_TRITONCLIENT"
 """A folder with tritonclient before 2.70, which has no ml_dtypes: ``pip install --no-deps --target FOLDER``."""
-
-
-@pytest.fixture(scope="module")
-def open_engine() -> OpenEngine:
-    def opened(model: ModelSpec, weights: Mapping[int, LayerWeights], max_loras: int, max_lora_rank: int) -> Engine:
-        return ReferenceEngine(model, weights, max_loras=max_loras, max_lora_rank=max_lora_rank)
-
-    return opened
 
 
 @pytest.fixture
