@@ -129,7 +129,6 @@ class Forwards:
             streams=rig.streams,
             events=rig.events,
             sm_count=rig.device.sm_count,
-            plan=self._plan,
         )
         variant = Variant(tokens, RoutingInput.TOPK, self._workload.lora)
         built = pool.build(variant, self._plan, captured=False)

@@ -20,7 +20,7 @@ from .geometry import Geometry
 from .kernels import Kernels
 from .limits import check_limits
 from .memory import DeviceBuffer
-from .plan_choice import DEFAULT_PLAN, Choice, choose
+from .plan_choice import Choice, choose
 from .pool import EAGER_PLAN, GraphPool, Runnable, arena_memory
 from .program import Plan
 from .residency import ResidentLayer, router_matrix
@@ -278,7 +278,6 @@ class GraphEngine:
             streams=self._streams,
             events=self._events,
             sm_count=self._device.sm_count,
-            plan=self._options.plan or DEFAULT_PLAN,
             plans={shape: self._choice(geometry, shape).plan for shape in self._shapes},
             memory=memory,
         )

@@ -51,8 +51,8 @@ class GraphPool:
     """All variants of one geometry over one shared allocation.
 
     ``shapes`` are captured, largest first; ``eager_tokens`` is one more shape that runs eagerly on one stream. Arenas
-    share memory because forwards follow each other on the main stream. ``plan`` is that of every captured shape that
-    ``plans`` names no other for.
+    share memory because forwards follow each other on the main stream. ``plans`` has the plan of every shape
+    that is prepared to be captured.
     """
 
     def __init__(
@@ -65,7 +65,6 @@ class GraphPool:
         streams: Streams,
         events: Events,
         sm_count: int,
-        plan: Plan,
         plans: Mapping[int, Plan] | None = None,
         memory: DeviceBuffer | None = None,
     ) -> None:
@@ -74,7 +73,6 @@ class GraphPool:
         self.eager_tokens = eager_tokens
         self._kernels, self._streams, self._events = kernels, streams, events
         self._sm_count = sm_count
-        self._plan = plan
         self._plans = plans or {}
         self._owned = memory is None
         self.memory = arena_memory([geometry], shapes, eager_tokens) if memory is None else memory
@@ -89,7 +87,7 @@ class GraphPool:
     def prepare(self, variant: Variant) -> None:
         """Build the variant's program and, for a decode shape, capture it. Call for each of ``variants`` in order."""
         captured = variant.num_tokens != self.eager_tokens
-        plan = self._plans.get(variant.num_tokens, self._plan) if captured else EAGER_PLAN
+        plan = self._plans[variant.num_tokens] if captured else EAGER_PLAN
         self._runnables[variant] = self.build(variant, plan, captured=captured)
 
     def build(

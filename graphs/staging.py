@@ -90,7 +90,7 @@ class Staging:
             self._detour = Detour(depth, crossing, kept_tokens * row_bytes, streams)
         self._place = 0
         self._latest: Arrival | None = None
-        self._crosses = False  # the forward that was sent last
+        self._crossing: Detour | None = None  # what the forward that was sent last goes through
         self._hidden = torch.zeros(max_tokens, geometry.hidden_stride, dtype=torch.bfloat16)
         self._no_slots = torch.full((max_tokens,), -1, dtype=torch.int32)
         self._layouts: dict[tuple[int, RoutingInput], InputLayout] = {}
@@ -126,9 +126,10 @@ class Staging:
             self._write(layout, "router_logits", batch.router_logits)
         self._write(layout, "hidden_states", self._padded(batch.hidden_states))
         in_bytes, out_bytes = layout.used_bytes(tokens), tokens * self.geometry.output_stride * 2
-        self._crosses = beside and self._detour is not None and self._detour.holds(in_bytes, out_bytes)
-        if self._crosses and self._detour is not None:
-            self._detour.bring(self._place, arena.pointer("input"), target, in_bytes)
+        fits = self._detour is not None and self._detour.holds(in_bytes, out_bytes)
+        self._crossing = self._detour if beside and fits else None
+        if self._crossing is not None:
+            self._crossing.bring(self._place, arena.pointer("input"), target, in_bytes)
         else:
             copy_to_device(arena.pointer("input"), target, in_bytes, stream)
 
@@ -147,8 +148,8 @@ class Staging:
         else:
             target = self._outputs[self._place].pointer
             finish = partial(self._copied, target, num_tokens)
-        if self._crosses and self._detour is not None:
-            stream = self._detour.take(self._place, target, arena.pointer("output"), num_bytes)
+        if self._crossing is not None:
+            stream = self._crossing.take(self._place, target, arena.pointer("output"), num_bytes)
         else:
             copy_to_host(target, arena.pointer("output"), num_bytes, stream)
         done.record(stream)

@@ -12,7 +12,7 @@ from moelet.graphs.driver import driver
 from moelet.graphs.geometry import Geometry
 from moelet.graphs.kernel import Kernel
 from moelet.graphs.pool import GraphPool
-from moelet.graphs.program import Plan, Program
+from moelet.graphs.program import Program
 from moelet.graphs.streams import Events, Stream, Streams
 from moelet.layer.spec import LayerSpec
 
@@ -100,7 +100,6 @@ class FakeLayer:
             streams=self.streams,
             events=self.events,
             sm_count=132,
-            plan=Plan.FUSED,
         )
 
     def trace(self, program: Program) -> list[str]:

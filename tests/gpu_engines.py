@@ -96,7 +96,6 @@ class GpuLayer:
             streams=gpu.streams,
             events=gpu.events,
             sm_count=gpu.device.sm_count,
-            plan=Plan.FUSED,
             memory=self.memory,
         )
         self.staging = Staging(self.geometry, max_tokens)
