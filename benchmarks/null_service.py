@@ -22,7 +22,7 @@ from moelet.layer.spec import LayerSpec, ModelSpec
 from moelet.service.adapter_roots import AdapterRoots
 from moelet.service.app import create_app
 from moelet.service.engine_thread import EngineThread
-from moelet.service.protocol import http_config
+from moelet.service.http_config import http_config
 from moelet.service.service import MoeService
 
 from . import shapes
@@ -98,7 +98,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 async def serve(app: ASGIApp) -> None:
     """Serve ``app`` under the service's own configuration until standard input ends."""
-    config = http_config(app)
+    config = http_config(app, known=getattr(app, "known", None))
     server = uvicorn.Server(config)
 
     def end_with_input() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from moelet.service.protocol import http_config
+from moelet.service.http_config import http_config
 
 from . import options, shapes
 from .connection import Connection, post, throughput

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from moelet.service.protocol import http_config
+from moelet.service.http_config import http_config
 
 from . import options
 from .inference import Caller, control, inference

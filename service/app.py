@@ -7,28 +7,43 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .. import __version__
 from .body import BodyLimitMiddleware
 from .errors import install_error_handlers
 from .keys import KeyMiddleware, Keys
-from .request_id import RequestIdMiddleware
+from .known_requests import KnownRequests
+from .request_id import MadeIds, RequestIdMiddleware
 from .routes import adapters, forward, health, layers
 from .schemas import BODIES, ErrorBody, ForwardAnswer
 from .service import MoeService
 from .v2.app import V2
 from .v2.description import SCHEMAS, describe_v2
+from .v2.direct import DirectInferences
 
 
-def create_app(service: MoeService, *, max_body_bytes: int, keys: Keys | None = None) -> ASGIApp:
+class Application:
+    """The whole ASGI application, and the requests ``known`` that a connection may answer without it."""
+
+    def __init__(self, app: ASGIApp, known: KnownRequests) -> None:
+        self._app = app
+        self.known = known
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+def create_app(service: MoeService, *, max_body_bytes: int, keys: Keys | None = None) -> Application:
     """The whole application; its lifespan starts and stops ``service``. Without ``keys`` it is open.
 
     The middlewares are plain ASGI and lie around FastAPI, so that its own error answers carry the
     request id as well.
     """
+    keys, made = keys or Keys(), MadeIds()
     app: ASGIApp = BodyLimitMiddleware(V2(routed(service, max_body_bytes), service, max_body_bytes), max_body_bytes)
-    return RequestIdMiddleware(KeyMiddleware(app, keys) if keys else app, service.metrics.answered)
+    app = RequestIdMiddleware(KeyMiddleware(app, keys) if keys else app, made, service.metrics.answered)
+    return Application(app, DirectInferences(service, keys, made, max_body_bytes))
 
 
 def routed(service: MoeService, max_body_bytes: int) -> FastAPI:

@@ -6,8 +6,6 @@ import threading
 import time
 from functools import partial
 
-from torch import Tensor
-
 from ..layer.adapter_version import AdapterVersion
 from ..layer.errors import EngineFailedError
 from .adapters import AdapterRegistry
@@ -62,12 +60,8 @@ class Batcher:
             held = f"it may hold {limits.max_queue_bytes} bytes (--max-queue-mb) and holds {waiting.num_bytes}"
             raise UnavailableError(f"the queue is full: {held}")
 
-    async def forward(self, work: Work) -> Tensor:
-        """Queue ``work`` and wait for its output, bf16 ``[T, H]``.
-
-        Raises ``UnavailableError`` (the queue is full), ``DeadlineExceededError``, and what the engine raises. Of a
-        cancelled call nothing is begun any more.
-        """
+    def begin(self, work: Work) -> None:
+        """Queue ``work``, which will end. Raises ``UnavailableError`` when the queue is full."""
         self.check_room()
         self._open[work] = None
         for part in work.parts(self._waiting.max_batch_tokens):
@@ -76,13 +70,13 @@ class Batcher:
         if not self._will_sweep:
             self._will_sweep = True
             self._loop.call_later(SWEEP_S, self._sweep)
-        try:
-            return await work.result
-        finally:
-            del self._open[work]
-            if work.waiting:
-                self._waiting.drop(work)
-                self._form_soon()
+
+    def let_go(self, work: Work) -> None:
+        """``work`` is over: of it nothing is begun any more."""
+        self._open.pop(work, None)
+        if work.waiting:
+            self._waiting.drop(work)
+            self._form_soon()
 
     def fail(self, error: EngineFailedError) -> None:
         """The engine failed for good: so does everything that waits for it."""
@@ -145,7 +139,7 @@ class Batcher:
         parts, error = batch.parts, batch.error
         again: list[Part] = []
         if error is not None and len(parts) > 1 and not isinstance(error, EngineFailedError):
-            again = [part for part in parts if not part.work.result.done()]
+            again = [part for part in parts if not part.work.over]
             self._waiting.push_again(again)
         self._waiting.landed([part for part in parts if not part.alone] if again else parts)
         self._adapters.settle()

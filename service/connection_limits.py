@@ -7,6 +7,8 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from .known_requests import KnownRequests
+
 MOST_CONNECTIONS = 8192
 SPARE_DESCRIPTORS = 128
 """Descriptors that are left for files and libraries when the process may open only few."""
@@ -17,6 +19,7 @@ class ProtocolConfig(uvicorn.Config):
 
     ``body_timeout_s``   how long a request may take to arrive whole, and an answer to be taken on
     ``max_connections``  open at the same time; a further one is told so and closed
+    ``known``            requests that do not go through the application
     ``refused``          told the status of each answer that the application does not give
     ``ended``            told why a connection was ended: ``slow_request`` or ``slow_reader``
     """
@@ -25,6 +28,7 @@ class ProtocolConfig(uvicorn.Config):
         self,
         app: ASGIApp,
         *,
+        known: KnownRequests | None,
         body_timeout_s: float,
         max_connections: int,
         refused: Callable[[int], None],
@@ -32,6 +36,8 @@ class ProtocolConfig(uvicorn.Config):
         **options: Any,
     ) -> None:
         super().__init__(app, **options)
+        self.known = known
+        self.default_lines: tuple[object, bytes] = (None, b"")
         self.body_timeout_s = body_timeout_s
         self.max_connections = max_connections
         self.refused = refused

@@ -45,17 +45,21 @@ class Timeouts:
 
     def longest(self) -> Deadline:
         """The deadline of a request that asks for none."""
-        return self._after(self.longest_s)
+        return self.after(self.longest_s)
 
     def from_header(self, sent: str | None) -> Deadline:
-        """What ``X-Request-Timeout-Ms`` asks for, milliseconds. Raises ``RequestError``."""
+        """The deadline of a request whose ``X-Request-Timeout-Ms`` is ``sent``. Raises ``RequestError``."""
+        return self.after(self.seconds(sent))
+
+    def seconds(self, sent: str | None) -> float:
+        """What ``X-Request-Timeout-Ms`` asks for, as far as it is granted. Raises ``RequestError``."""
         if sent is None:
-            return self.longest()
+            return self.longest_s
         if MILLISECONDS.fullmatch(sent) is None or (milliseconds := float(sent)) == 0:
             wanted = f"{HEADER} should be milliseconds above 0 in plain decimals, such as 250 or 0.5"
             raise RequestError(f"{wanted}, got {sent!r}", HEADER)
-        return self._after(milliseconds * 1e-3)
+        return min(milliseconds * 1e-3, self.longest_s)
 
-    def _after(self, seconds: float) -> Deadline:
-        seconds = min(seconds, self.longest_s)
-        return Deadline(time.monotonic() + seconds, seconds)
+    def after(self, seconds: float, came: float | None = None) -> Deadline:
+        """``seconds`` after the request ``came``, by ``time.monotonic`` (None: now)."""
+        return Deadline((time.monotonic() if came is None else came) + seconds, seconds)

@@ -43,7 +43,7 @@ class Lifecycle:
         self.in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._place = _Place(self._enter, self._leave)
+        self._place = _Place(self.enter, self.leave)
 
     @property
     def ready(self) -> bool:
@@ -67,16 +67,18 @@ class Lifecycle:
             raise UnavailableError(f"the service is {self.state} and takes no new work")
 
     def admit(self) -> AbstractContextManager[None]:
-        """Hold a place in flight while it is entered. Entering raises as ``check_admission`` does."""
+        """``enter`` and ``leave`` as a context."""
         return self._place
 
-    def _enter(self) -> None:
+    def enter(self) -> None:
+        """Take a place in flight, until ``leave``. Raises as ``check_admission`` does."""
         self.check_admission()
         self.in_flight += 1
         if self.in_flight == 1:
             self._idle.clear()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Give a place back."""
         self.in_flight -= 1
         if self.in_flight == 0:
             self._idle.set()

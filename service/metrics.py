@@ -86,10 +86,10 @@ class Metrics:
         """Count the time that it took to put an adapter into its slot."""
         self.batches.install_seconds.observe(seconds)
 
-    def forward(self) -> ForwardWatch:
-        """Count one forward from its headers to its answer, or to the error that ends it: a context manager."""
+    def forward(self, came: float | None = None) -> ForwardWatch:
+        """Count one forward from its headers, which ``came`` then by ``time.monotonic`` (None: now), to its end."""
         self.requests_in_flight += 1
-        return ForwardWatch(self._forward_ended)
+        return ForwardWatch(self._forward_ended, came)
 
     def answered(self, status: int) -> None:
         """Count an answer, whatever it was to."""

@@ -2,14 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
 from uuid import uuid4
 
 import httptools
-from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from .connection_limits import ProtocolConfig, connections_allowed
+from .connection_limits import ProtocolConfig
 from .errors import error_body
 
 log = logging.getLogger(__name__)
@@ -255,32 +253,3 @@ class Protocol(HttpToolsProtocol):
     def _path(self) -> str:
         """The path asked for, as far as it has come; empty between requests."""
         return "" if self._whole else self.url.partition(b"?")[0].decode("ascii", "replace")
-
-
-def http_config(
-    app: ASGIApp,
-    *,
-    body_timeout_s: float = 20.0,
-    keep_alive_s: int = 5,
-    refused: Callable[[int], None] = lambda _status: None,
-    ended: Callable[[str], None] = lambda _reason: None,
-) -> ProtocolConfig:
-    """How ``app`` is served: HTTP alone, nothing told of the server, logs left to the process.
-
-    A connection that no request is on ends after ``keep_alive_s``; the rest is ``ProtocolConfig``'s.
-    """
-    return ProtocolConfig(
-        app,
-        body_timeout_s=body_timeout_s,
-        max_connections=connections_allowed(),
-        refused=refused,
-        ended=ended,
-        timeout_keep_alive=keep_alive_s,
-        http=Protocol,
-        ws="none",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,  # nothing here asks where a request came from
-        server_header=False,
-        lifespan="on",
-    )

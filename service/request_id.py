@@ -4,14 +4,14 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import response_for
 from .sent_text import told
-from .watch import current_forward
+from .watch import ForwardWatch, current_forward
 
 log = logging.getLogger(__name__)
 access = logging.getLogger("moelet.access")
@@ -38,21 +38,21 @@ class MadeIds:
 
 class RequestIdMiddleware:
     """Outermost layer of the application: a client's own id is kept if it is at most 128
-    printable ASCII characters, else a new one is made.
+    printable ASCII characters, else one is ``made``.
 
     ``answered`` is told the status of each answer.
     """
 
-    def __init__(self, app: ASGIApp, answered: Callable[[int], None] = lambda _status: None) -> None:
+    def __init__(self, app: ASGIApp, made: MadeIds, answered: Callable[[int], None] = lambda _status: None) -> None:
         self.app = app
-        self._made = MadeIds()
+        self._made = made
         self.answered = answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request_id = sent_id(scope) or self._made.new()
+        request_id = sent_id(scope["headers"]) or self._made.new()
         current_request_id.set(request_id.decode())
         current_forward.set(None)  # a request behind another on its connection starts with what that one left
         started = time.perf_counter()
@@ -75,23 +75,24 @@ class RequestIdMiddleware:
             if status:
                 self.answered(status)
             if access.isEnabledFor(logging.DEBUG):
-                log_access(scope, status, time.perf_counter() - started)
+                seconds = time.perf_counter() - started
+                log_access(scope["method"], scope["path"], status, seconds, current_forward.get())
 
 
-def log_access(scope: Scope, status: int, seconds: float) -> None:
+def log_access(method: str, path: str, status: int, seconds: float, forward: ForwardWatch | None) -> None:
     """The line of a request that has been answered, or whose client went away (status 0)."""
-    method, path = scope["method"], told(scope["path"], LONGEST_PATH)
+    path = told(path, LONGEST_PATH)
     fields = {"method": method, "path": path, "status": status, "ms": round(1e3 * seconds, 3)}
     text = f"{method} {path} {status or 'without an answer'} in {1e3 * seconds:.2f} ms"
-    if (forward := current_forward.get()) is not None:
+    if forward is not None:
         fields |= {"layer": forward.layer, "tokens": forward.num_tokens}
         text += f", layer {forward.layer}, {forward.num_tokens} tokens"
     access.debug("%s", text, extra={"fields": fields})
 
 
-def sent_id(scope: Scope) -> bytes | None:
+def sent_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     """The client's own id, or None where it sent none that we would repeat."""
-    for name, value in scope["headers"]:
+    for name, value in headers:
         if name == HEADER:
             return value if SANE_ID.fullmatch(value) else None
     return None

@@ -19,9 +19,9 @@ from rich.console import Console
 
 from ..layer.errors import ConfigurationError
 from .app import create_app
+from .http_config import http_config
 from .keys import Keys
 from .limits import MIB
-from .protocol import http_config
 from .service import MoeService
 from .settings import Settings
 from .startup import open_service
@@ -43,7 +43,11 @@ def serve(settings: Settings) -> int:
         app = create_app(service, max_body_bytes=int(settings.max_body_mb * MIB), keys=keys_of(settings))
         metrics = service.metrics
         config = http_config(
-            app, body_timeout_s=settings.body_timeout_s, refused=metrics.answered, ended=metrics.connection_ended
+            app,
+            body_timeout_s=settings.body_timeout_s,
+            known=app.known,
+            refused=metrics.answered,
+            ended=metrics.connection_ended,
         )
         listen(listener, config.backlog)
         log.info("serving on %s", address(listener))

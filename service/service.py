@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from .lifecycle import Lifecycle
 from .limits import Limits
 from .metrics import Metrics
 from .sent_text import utf8
-from .work import Work
+from .work import Work, answer_of
 
 
 class MoeService:
@@ -93,28 +94,69 @@ class MoeService:
         self.lifecycle.check_admission()
         self._batcher.check_room()
 
+    def begin(self, call: Call, deadline: Deadline, ended: Callable[[Work], None]) -> Work:
+        """Begin ``call``, which has tokens, with the adapter versions that are current now.
+
+        ``ended`` is called on a later turn of the event loop with the work's output or error, unless ``drop`` was
+        called before. Raises ``UnavailableError`` or ``EngineFailedError`` when no work is taken,
+        ``DeadlineExceededError``, and ``AdapterNotLoadedError``.
+        """
+        self.lifecycle.enter()
+        try:
+            deadline.check()
+            versions = self.adapters.acquire(call.names)
+        except BaseException:
+            self.lifecycle.leave()
+            raise
+        work = Work(call.batch, versions, call.token_names, deadline, partial(self._end, ended))
+        try:
+            self._batcher.begin(work)
+        except BaseException:
+            self.drop(work)
+            raise
+        return work
+
+    def drop(self, work: Work) -> None:
+        """Nobody waits any more for ``work``, which ``begin`` returned: what is not being computed of it already is
+        not computed. Nothing where it has ended."""
+        if work.forget():
+            self._let_go(work)
+
+    def _end(self, ended: Callable[[Work], None], work: Work) -> None:
+        self._let_go(work)
+        ended(work)
+
+    def _let_go(self, work: Work) -> None:
+        self._batcher.let_go(work)
+        if work.versions:
+            self.adapters.release(work.versions)
+        self.lifecycle.leave()
+
     async def forward(self, call: Call, deadline: Deadline | None = None) -> Answer:
         """Run ``call`` with the adapter versions that are current now, by ``deadline`` (None: as late as any may).
 
-        A cancelled call is not computed unless it is being computed already. Raises ``UnavailableError`` or
-        ``EngineFailedError`` when no work is taken, ``DeadlineExceededError``, ``AdapterNotLoadedError``, and what
-        the engine raises.
+        A cancelled call is not computed unless it is being computed already. Raises as ``begin`` does, and what the
+        engine raises.
         """
         if deadline is None:
             deadline = self.timeouts.longest()
+        if call.batch.num_tokens == 0:
+            return self._of_no_tokens(call, deadline)
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        work = self.begin(call, deadline, partial(_settle, future))
+        try:
+            return await future
+        finally:
+            self.drop(work)
+
+    def _of_no_tokens(self, call: Call, deadline: Deadline) -> Answer:
         with self.lifecycle.admit():
             deadline.check()
             versions = self.adapters.acquire(call.names)
-            try:
-                batch = call.batch
-                answered = {version.name: version.version for version in versions}
-                work = Work(batch, versions, call.token_names, deadline)
-                if work.num_tokens == 0:
-                    return Answer(batch.layer, torch.empty_like(batch.hidden_states), answered)
-                return Answer(batch.layer, await self._batcher.forward(work), answered)
-            finally:
-                if versions:
-                    self.adapters.release(versions)
+            output = torch.empty_like(call.batch.hidden_states)
+            answer = Answer(call.batch.layer, output, {version.name: version.version for version in versions})
+            self.adapters.release(versions)
+            return answer
 
     async def forward_for_client(self, call: Call, deadline: Deadline, receive: Receive) -> Answer:
         """``forward`` for the client of an HTTP request whose body has been read to its end.
@@ -143,3 +185,12 @@ class MoeService:
     def _fail(self, error: EngineFailedError) -> None:
         self.lifecycle.failure = error
         self._batcher.fail(error)
+
+
+def _settle(future: "asyncio.Future[Answer]", work: Work) -> None:
+    if future.done():  # whoever waited was cancelled
+        return
+    if work.error is not None:
+        future.set_exception(work.error)
+    else:
+        future.set_result(answer_of(work))

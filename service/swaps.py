@@ -61,7 +61,7 @@ class Swaps:
         passed: list[Part] = []
         while waiting and len(passed) < MOST_LOOKS:
             part = waiting.popleft()
-            if part.work.result.done():  # it will be dropped
+            if part.work.over:  # it will be dropped
                 passed.append(part)
             elif _in_slots(part):
                 self._hold(part)

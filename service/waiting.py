@@ -189,4 +189,4 @@ def _is_over(part: Part, now: float) -> bool:
     work = part.work
     if now >= work.deadline.at:
         work.fail(work.deadline.error())
-    return work.result.done()
+    return work.over

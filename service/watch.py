@@ -11,7 +11,8 @@ NO_LAYER = "none"
 
 
 class ForwardWatch:
-    """Times a forward from its headers to its answer, or to the error that ends it; once, as a context manager.
+    """Times a forward from its headers, which came at ``started`` by ``time.monotonic`` (None: now), to its answer or
+    to the error that ends it: once, by ``end`` or as a context manager.
 
     ``layer``       as metrics label it, once it is known
     ``num_tokens``  once they are known
@@ -20,12 +21,14 @@ class ForwardWatch:
 
     __slots__ = ("_ended", "_started", "layer", "num_tokens", "seconds")
 
-    def __init__(self, ended: "Callable[[ForwardWatch, BaseException | None], None]") -> None:
+    def __init__(
+        self, ended: "Callable[[ForwardWatch, BaseException | None], None]", started: float | None = None
+    ) -> None:
         self.layer = NO_LAYER
         self.num_tokens = 0
         self.seconds = 0.0
         self._ended = ended
-        self._started = time.perf_counter()
+        self._started = time.monotonic() if started is None else started
 
     def __enter__(self) -> Self:
         current_forward.set(self)
@@ -34,7 +37,11 @@ class ForwardWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.seconds = time.perf_counter() - self._started
+        self.end(error)
+
+    def end(self, error: BaseException | None) -> None:
+        """It is answered, or ``error`` ended it."""
+        self.seconds = time.monotonic() - self._started
         self._ended(self, error)
 
 

@@ -2,13 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..layer.adapter_version import AdapterVersion
 from ..layer.engine import LayerBatch
+from .call import Answer
 from .deadline import Deadline
 
 Key = tuple[int, bool, bool]
@@ -21,18 +22,25 @@ class Work:
     ``batch``      what to compute, its ``token_slots`` open
     ``versions``   the adapter versions that it holds
     ``deadline``   when it is given up
-    ``result``     bf16 ``[T, H]``, or the error
+    ``over``       whether it has ended, or nobody waits for it any more
+    ``output``     bf16 ``[T, H]``, once it is computed; of one that is cut, before that what has been computed of it
+    ``error``      why there is none
     ``waiting``    how many of its parts wait for the engine
+
+    ``ended`` is called once it has an output or an error, on the event loop: at once with an output, and with an error,
+    which comes up wherever something is decided about what waits, not before the loop's next turn.
     """
 
     __slots__ = (
+        "_ended",
         "_missing",
-        "_output",
         "batch",
         "deadline",
+        "error",
         "num_tokens",
+        "output",
+        "over",
         "queued_at",
-        "result",
         "token_versions",
         "versions",
         "waiting",
@@ -44,17 +52,20 @@ class Work:
         versions: tuple[AdapterVersion, ...],
         token_versions: Tensor | None,
         deadline: Deadline,
+        ended: "Callable[[Work], None]",
     ) -> None:
         self.batch = batch
         self.num_tokens = batch.num_tokens
         self.versions = versions
         self.token_versions = token_versions
         self.deadline = deadline
-        self.result: asyncio.Future[Tensor] = asyncio.get_running_loop().create_future()
+        self.over = False
+        self.output: Tensor | None = None
+        self.error: Exception | None = None
         self.queued_at = time.monotonic()
         self.waiting = 0
+        self._ended: Callable[[Work], None] | None = ended
         self._missing = 0
-        self._output: Tensor | None = None
 
     def parts(self, most_tokens: int) -> list["Part"]:
         """All of it, as parts of at most ``most_tokens``."""
@@ -79,25 +90,47 @@ class Work:
 
     def join(self, part: "Part", output: Tensor) -> None:
         """Keep the output of ``part`` of several; not on the event loop, where a large copy would be felt."""
-        if part.rows is not None and not self.result.done():
-            if self._output is None:
-                self._output = torch.empty_like(self.batch.hidden_states)
-            self._output[part.rows] = output
+        if part.rows is not None and not self.over:
+            if self.output is None:
+                self.output = torch.empty_like(self.batch.hidden_states)
+            self.output[part.rows] = output
 
     def finish(self, output: Tensor, now: float) -> None:
         """One more part is computed, as ``output``; the last one answers, unless nobody waits any more."""
         self._missing -= 1
-        if self._missing or self.result.done():
+        if self._missing or self.over:
             return
         if now >= self.deadline.at:
             self.fail(self.deadline.error())
-        else:
-            self.result.set_result(output if self._output is None else self._output)
+            return
+        self.over = True
+        if self.output is None:
+            self.output = output
+        self._tell()
 
     def fail(self, error: Exception) -> None:
         """End it with ``error``, unless it has ended."""
-        if not self.result.done():
-            self.result.set_exception(error)
+        if not self.over:
+            self.over, self.error = True, error
+            asyncio.get_running_loop().call_soon(self._tell)
+
+    def forget(self) -> bool:
+        """Nobody waits for it any more, and ``ended`` is not called; whether it would have been."""
+        waited, self._ended = self._ended is not None, None
+        self.over = True
+        return waited
+
+    def _tell(self) -> None:
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended(self)
+
+
+def answer_of(work: Work) -> Answer:
+    """What ``work``, which has an output, came to."""
+    assert work.output is not None
+    versions = {version.name: version.version for version in work.versions}
+    return Answer(work.batch.layer, work.output, versions)
 
 
 class Part:

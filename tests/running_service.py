@@ -22,9 +22,9 @@ from moelet.layer.weights import LayerWeights
 from moelet.service.adapter_roots import AdapterRoots
 from moelet.service.app import create_app
 from moelet.service.engine_thread import EngineThread
+from moelet.service.http_config import http_config
 from moelet.service.keys import Keys
 from moelet.service.limits import Limits
-from moelet.service.protocol import http_config
 from moelet.service.service import MoeService
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 48, 40, 6, 2
@@ -266,7 +266,8 @@ def running(
 @contextmanager
 def listening(service: MoeService, keys: Keys | None = None, **limits: Any) -> Iterator[str]:
     """``service`` behind uvicorn on a free loopback port; the URL."""
-    config = http_config(create_app(service, max_body_bytes=MAX_BODY_BYTES, keys=keys), **limits)
+    app = create_app(service, max_body_bytes=MAX_BODY_BYTES, keys=keys)
+    config = http_config(app, known=app.known, **limits)
     config.port = 0
     server = uvicorn.Server(config)
     started = threading.Event()

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from uvicorn.server import ServerState
 
-from moelet.service.protocol import Protocol, http_config
+from moelet.service.http_config import http_config
+from moelet.service.protocol import Protocol
 
 
 class FakeTransport(asyncio.Transport):

@@ -23,12 +23,13 @@ async def read_body(headers: Headers, receive: Receive, head_bytes: int, max_byt
     if coding is None:
         return await _read(headers, receive, head_bytes)
     content = await expanded(await _read(headers, receive, 0), coding, max_bytes)
-    body = _buffer(len(content), head_bytes)
+    body = aligned(len(content), head_bytes)
     body[:] = content
     return body
 
 
-def _buffer(length: int, head_bytes: int) -> memoryview:
+def aligned(length: int, head_bytes: int) -> memoryview:
+    """Memory for a body of so many bytes, byte ``head_bytes`` of it at a multiple of 16; taken as it is written."""
     lead = -head_bytes % ALIGNMENT
     return np.empty(lead + length, np.uint8).data[lead:]
 
@@ -37,7 +38,7 @@ async def _read(headers: Headers, receive: Receive, head_bytes: int) -> memoryvi
     declared = headers.get(b"content-length")
     if declared is None:
         return await _read_undeclared(receive)
-    body = _buffer(int(declared), head_bytes)  # memory is taken as bytes arrive
+    body = aligned(int(declared), head_bytes)  # memory is taken as bytes arrive
     place = 0
     while True:
         message = await receive()

@@ -1,5 +1,6 @@
 """An inference request to a ``Call`` and an ``Answer`` to a response: bytes in, bytes out, no HTTP."""
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import orjson
@@ -12,7 +13,7 @@ from ...layer.spec import LayerSpec
 from ..call import Answer, Call, name_tokens
 from ..json_arrays import expert_ids
 from .header import BINARY_SIZE, OUTPUT, InferRequest
-from .layout import ADAPTER, Layout, LayoutReader
+from .layout import ADAPTER, REMEMBERED, Layout, LayoutReader
 from .tensors import DTYPES, read_matrix, read_names
 
 MODEL_VERSION = "1"
@@ -57,23 +58,37 @@ def write_answer(answer: Answer, request: InferRequest, model: str) -> tuple[lis
     datatype = request.datatype or ("BF16" if request.binary else "FP32")
     if hidden.dtype != DTYPES[datatype]:
         hidden = hidden.to(DTYPES[datatype])
-    output: dict[str, Any] = {"name": OUTPUT, "datatype": datatype, "shape": tuple(hidden.shape)}
+    shape = tuple(hidden.shape)
     versions = orjson.dumps(answer.adapter_versions).decode() if answer.adapter_versions else "{}"
+    if not request.binary:
+        output = {"name": OUTPUT, "datatype": datatype, "shape": shape, "data": hidden.float().flatten().numpy()}
+        return [orjson.dumps(_head(model, output, versions, request.id), option=orjson.OPT_SERIALIZE_NUMPY)], None
+    values = bytes_of(hidden)
+    write = _remembered_head if request.id is None else _binary_head
+    written = write(model, datatype, shape, len(values), versions, request.id)
+    return [written, values], len(written)
+
+
+def _head(model: str, output: dict[str, Any], versions: str, request_id: str | None) -> dict[str, Any]:
     head: dict[str, Any] = {
         "model_name": model,
         "model_version": MODEL_VERSION,
         "outputs": (output,),
         "parameters": {"adapter_versions": versions},
     }
-    if request.id is not None:
-        head["id"] = request.id
-    if not request.binary:
-        output["data"] = hidden.float().flatten().numpy()
-        return [orjson.dumps(head, option=orjson.OPT_SERIALIZE_NUMPY)], None
-    values = bytes_of(hidden)
-    output["parameters"] = {BINARY_SIZE: len(values)}
-    written = orjson.dumps(head)
-    return [written, values], len(written)
+    return head if request_id is None else {**head, "id": request_id}
+
+
+def _binary_head(
+    model: str, datatype: str, shape: tuple[int, ...], size: int, versions: str, request_id: str | None
+) -> bytes:
+    """The JSON part of an answer whose output is ``size`` bytes behind it."""
+    output = {"name": OUTPUT, "datatype": datatype, "shape": shape, "parameters": {BINARY_SIZE: size}}
+    return orjson.dumps(_head(model, output, versions, request_id))
+
+
+_remembered_head = lru_cache(REMEMBERED)(_binary_head)
+"""For answers without an id of the client's, which are the same but for their values."""
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -1,0 +1,36 @@
+"""What a connection may answer without the application: requests that are known by their head."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+Write = Callable[[int, bytes, Sequence[bytes | memoryview]], None]
+"""Takes an answer: its status, its header lines with the empty one behind them, and its body in pieces."""
+
+
+class Answering(Protocol):
+    """A request that waits for its answer."""
+
+    def drop(self) -> None:
+        """Its client has gone: nothing is to be written."""
+
+
+class KnownRequest(Protocol):
+    """What is known of a request by its head: ``body_bytes`` follow that, one at least."""
+
+    body_bytes: int
+
+    def new_body(self) -> memoryview:
+        """Memory for its body."""
+
+    def begin(self, body: memoryview, came: float, write: Write) -> Answering | None:
+        """Have ``write`` called on a later turn of the event loop; None: the application has to answer.
+
+        The head ``came`` then, by ``time.monotonic``.
+        """
+
+
+class KnownRequests(Protocol):
+    """Requests that need not go through the application."""
+
+    def find(self, head: bytes) -> KnownRequest | None:
+        """The one with this head, all bytes of it; None: the application has to answer."""

@@ -1,0 +1,223 @@
+"""Inference requests answered straight from their connection: a head read once, no task, nothing in between.
+
+What is not a plain and right request is left to the application, which says what is wrong with it.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+
+import httptools
+from starlette.requests import ClientDisconnect
+
+from ...layer.errors import MoeletError
+from ...layer.spec import LayerSpec
+from ..compression import WINDOWS
+from ..errors import response_for
+from ..keys import Keys
+from ..known_requests import Answering, Write
+from ..request_id import MadeIds, access, current_request_id, log_access, sent_id
+from ..service import MoeService
+from ..watch import ForwardWatch
+from ..work import Work, answer_of
+from .bodies import aligned
+from .codec import MODEL_VERSION, read_inference, write_answer
+from .header import InferRequest, read_header_length
+from .inference import TIMEOUT
+from .layout import LayoutReader, remembering
+from .models import Models
+
+log = logging.getLogger(__name__)
+
+BEGINNING = b"POST /v2/models/"
+PATH = re.compile(r"/v2/models/([^/%?#]+)(?:/versions/([^/%?#]+))?/infer", re.ASCII)
+REMEMBERED = 512
+LONGEST = 2048
+"""How many heads are kept, and the bytes of the longest that is read here."""
+
+UNUSUAL = frozenset((b"transfer-encoding", b"content-encoding", b"expect", b"upgrade"))
+"""Headers of requests that are left to the application."""
+
+
+class UnusualError(Exception):
+    """A head whose request the application has to answer."""
+
+
+class Head:
+    """A request's head as httptools reads it, fed to it alone. Raises ``UnusualError`` unless it is one whole head
+    of a request that brings a body of known length, and asks for nothing but an answer."""
+
+    def __init__(self, head: bytes) -> None:
+        self.url = b""
+        self.listed: list[tuple[bytes, bytes]] = []
+        self._ended = self._is_whole = False
+        parser = httptools.HttpRequestParser(self)
+        try:
+            parser.feed_data(head)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            raise UnusualError from None
+        self.headers = dict(self.listed)
+        if not (self._ended and parser.get_http_version() == "1.1" and parser.should_keep_alive()):
+            raise UnusualError
+        if self._is_whole or self.headers.keys() & UNUSUAL:
+            raise UnusualError
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.listed.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self._ended = True
+
+    def on_message_complete(self) -> None:
+        self._is_whole = True
+
+
+class DirectInferences:
+    """Reads heads of inference requests over ``service``, with bodies of up to ``max_body_bytes``; ``keys`` and
+    ``made`` are those of the application."""
+
+    def __init__(self, service: MoeService, keys: Keys, made: MadeIds, max_body_bytes: int) -> None:
+        self.service = service
+        self.made = made
+        self._keys = keys
+        self._max_body_bytes = max_body_bytes
+        self._models = Models(service)
+        self._layouts = {spec.index: remembering(spec) for spec in service.model.layers.values()}
+        self._remembered = lru_cache(REMEMBERED)(self._read)
+
+    def find(self, head: bytes) -> "DirectInference | None":
+        """What answers requests that begin with ``head``, all of it; None: the application does."""
+        if len(head) > LONGEST or not head.startswith(BEGINNING):
+            return None
+        try:
+            return self._remembered(head)
+        except (UnusualError, MoeletError):
+            return None
+
+    def _read(self, head: bytes) -> "DirectInference":
+        read = Head(head)
+        path = read.url.decode("latin-1")
+        matched = PATH.fullmatch(path)
+        length = read.headers.get(b"content-length", b"")
+        if matched is None or not length.isdigit() or int(length) > self._max_body_bytes:
+            raise UnusualError
+        if read.headers.get(b"accept-encoding") in WINDOWS:
+            raise UnusualError
+        if self._keys.right_of(read.listed) < self._keys.needed("POST", read.url):
+            raise UnusualError
+        spec = self._models.layer(matched[1], matched[2] or MODEL_VERSION)
+        return DirectInference(self, read, path, matched[1], spec, self._layouts[spec.index])
+
+
+class DirectInference:
+    """What requests of one head come to: ``body_bytes`` follow it, to be read into ``new_body``."""
+
+    def __init__(
+        self, owner: DirectInferences, head: Head, path: str, model: str, spec: LayerSpec, read_layout: LayoutReader
+    ) -> None:
+        timeout = head.headers.get(TIMEOUT)
+        self._owner = owner
+        self.service = owner.service
+        self.path = path
+        self.model = model
+        self.label = str(spec.index)
+        self.body_bytes = int(head.headers[b"content-length"])
+        self._spec = spec
+        self._read_layout = read_layout
+        self._json_bytes = read_header_length(head.headers.get(b"inference-header-content-length"))
+        self._timeout_s = self.service.timeouts.seconds(None if timeout is None else timeout.decode("latin-1"))
+        self._sent_id = sent_id(head.listed)
+
+    def new_body(self) -> memoryview:
+        """Memory for one body."""
+        return aligned(self.body_bytes, self._json_bytes or 0)
+
+    def begin(self, body: memoryview, came: float, write: Write) -> Answering | None:
+        """Begin to answer the request whose head ``came`` then, by ``time.monotonic``, with ``body`` behind it.
+
+        None: nothing was begun, and the application has to answer.
+        """
+        service = self.service
+        try:
+            service.check_admission()
+            call, request = read_inference(body, self._json_bytes, self._spec, self._read_layout)
+            if call.batch.num_tokens == 0:
+                return None
+            deadline = service.timeouts.after(self._timeout_s, came).within(request.timeout)
+            answering = _Answering(self, request, came, write, self._sent_id or self._owner.made.new())
+            answering.work = service.begin(call, deadline, answering.ended)
+        except Exception:  # noqa: BLE001 - it comes again where the application answers, and is told and logged there
+            return None
+        watch = answering.watch = service.metrics.forward(came)
+        watch.layer, watch.num_tokens = self.label, call.batch.num_tokens
+        return answering
+
+
+class _Answering:
+    """One request that waits for its answer."""
+
+    __slots__ = ("_came", "_of", "_request", "_request_id", "_write", "watch", "work")
+    watch: ForwardWatch
+    work: Work
+
+    def __init__(
+        self, of: DirectInference, request: InferRequest, came: float, write: Write, request_id: bytes
+    ) -> None:
+        self._of = of
+        self._request = request
+        self._came = came
+        self._write = write
+        self._request_id = request_id
+
+    def drop(self) -> None:
+        """The client has gone."""
+        self._of.service.drop(self.work)
+        self._end(ClientDisconnect(), 0)
+
+    def ended(self, work: Work) -> None:
+        """Answer with the output or the error of ``work``."""
+        error = work.error
+        if error is None:
+            try:
+                pieces, json_bytes = write_answer(answer_of(work), self._request, self._of.model)
+            except Exception as raised:  # noqa: BLE001 - others are answered in the same turn of the loop
+                error = raised
+        if error is not None:
+            self._refuse(error)
+            return
+        self._end(None, 200)
+        length = sum(map(len, pieces))
+        if json_bytes is None:
+            described = b"content-type: application/json\r\ncontent-length: %d\r\n" % length
+        else:
+            described = (
+                b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n"
+                b"content-length: %d\r\n" % (json_bytes, length)
+            )
+        self._write(200, described + b"x-request-id: %b\r\n\r\n" % self._request_id, pieces)
+
+    def _refuse(self, error: Exception) -> None:
+        path = self._of.path
+        if not isinstance(error, MoeletError):
+            log.error("POST %s failed", path, exc_info=error)
+        response = response_for(error, path)
+        self._end(error, response.status_code)
+        headers = [*response.raw_headers, (b"x-request-id", self._request_id)]
+        described = b"".join([b"%b: %b\r\n" % header for header in headers])
+        body: Sequence[bytes | memoryview] = [bytes(response.body)]
+        self._write(response.status_code, described + b"\r\n", body)
+
+    def _end(self, error: BaseException | None, status: int) -> None:
+        metrics = self._of.service.metrics
+        self.watch.end(error)
+        if status:
+            metrics.answered(status)
+        if access.isEnabledFor(logging.DEBUG):
+            token = current_request_id.set(self._request_id.decode())
+            log_access("POST", self._of.path, status, time.monotonic() - self._came, self.watch)
+            current_request_id.reset(token)
