@@ -37,6 +37,8 @@ class Batch:
         """All tokens as one batch."""
         first = self.parts[0].batch
         slots = self._token_slots() if any(part.versions for part in self.parts) else None
+        if slots is None and len(self.parts) == 1:
+            return first
         batches = [part.batch for part in self.parts]
         return LayerBatch(
             layer=first.layer,
