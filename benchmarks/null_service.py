@@ -115,6 +115,7 @@ def main(arguments: Sequence[str]) -> None:
     """Serve what the first argument names, for the layer that the second names."""
     kind, shape = arguments
     torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
     app = echo if kind == "echo" else service_app(shapes.SHAPES[shape])
     with asyncio.Runner(loop_factory=http_config(app).get_loop_factory()) as runner:
         runner.run(serve(app))

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -11,13 +12,14 @@ from ..layer.adapter_version import AdapterVersion
 from ..layer.engine import LayerBatch
 from ..layer.errors import EngineError
 from .engine_thread import FlightTimes
+from .rows import Output, Rows
 from .work import Part
 
 
 class Batch:
     """Some parts of one key, which hold the slots that their adapters are in.
 
-    ``outputs``    bf16 ``[t, H]`` of each part, once computed
+    ``outputs``    the rows of each part, once computed
     ``error``      why there are none, once it failed
     ``taken_at``   when it was formed, by ``time.monotonic``
 
@@ -27,7 +29,7 @@ class Batch:
     def __init__(self, parts: Sequence[Part], landed: "Callable[[Batch], None]") -> None:
         self.parts = parts
         self.num_tokens = sum(part.num_tokens for part in parts)
-        self.outputs: Sequence[Tensor] = ()
+        self.outputs: Sequence[Rows] = ()
         self.error: Exception | None = None
         self.taken_at = time.monotonic()
         self.times = FlightTimes()
@@ -54,10 +56,11 @@ class Batch:
         parts = self.parts
         if len(output) != self.num_tokens:
             raise EngineError(f"the engine answered {self.num_tokens} tokens with {len(output)}")
-        self.outputs = (output,) if len(parts) == 1 else torch.split(output, [part.num_tokens for part in parts])
-        for part, piece in zip(parts, self.outputs, strict=True):
+        whole, ends = Output(output), [*accumulate(part.num_tokens for part in parts)]
+        self.outputs = [Rows(whole, end - part.num_tokens, end) for part, end in zip(parts, ends, strict=True)]
+        for part, rows in zip(parts, self.outputs, strict=True):
             if part.rows is not None:
-                part.work.join(part, piece)
+                part.work.join(part, rows.tensor)
         self._landed(self)
 
     def fail(self, error: Exception) -> None:

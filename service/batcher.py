@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from functools import partial
 
 from ..layer.adapter_version import AdapterVersion
@@ -39,6 +40,7 @@ class Batcher:
         self._open: dict[Work, None] = {}
         self._in_flight = 0
         self._will_form = False
+        self._back: deque[Batch] = deque()
         self._will_sweep = False
         self._delayed: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop
@@ -86,7 +88,12 @@ class Batcher:
     def _form_soon(self) -> None:
         if not self._will_form and self._in_flight < self._engine.depth:
             self._will_form = True
-            self._loop.call_soon(self._form)
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """Begin what is ready, and take back what was computed on the spot."""
+        self._form()
+        self._take_back()
 
     def _form(self) -> None:
         """Begin batches of what is ready, as many as the engine takes."""
@@ -95,7 +102,7 @@ class Batcher:
             if self._in_flight and (delay := self._delay()) > 0:
                 if self._delayed is not None:
                     self._delayed.cancel()
-                self._delayed = self._loop.call_later(delay, self._form)
+                self._delayed = self._loop.call_later(delay, self._turn)
                 return
             parts = self._waiting.take()
             if not parts:
@@ -116,16 +123,28 @@ class Batcher:
 
     def _begin(self, parts: list[Part]) -> None:
         batch = Batch(parts, self._hand_back)
-        self._metrics.batch_begun(batch)
         self._in_flight += 1
         self._engine.begin(batch)
+        self._metrics.batch_begun(batch)
 
     def _hand_back(self, batch: Batch) -> None:
         """Called on the engine's threads, or on the event loop's by a forward that was begun and finished there."""
         if threading.get_ident() == self._thread:
-            self._loop.call_soon(self._landed, batch)
+            self._back.append(batch)
         else:
-            self._loop.call_soon_threadsafe(self._landed, batch)
+            self._loop.call_soon_threadsafe(self._came_back, batch)
+
+    def _came_back(self, batch: Batch) -> None:
+        self._back.append(batch)
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """Go on from the batches that were computed, and from those that are on the spot while that is done."""
+        while self._back:
+            try:
+                self._landed(self._back.popleft())
+            except Exception:
+                log.exception("a batch could not be taken back")
 
     def _landed(self, batch: Batch) -> None:
         """Let go of the slots, begin what waits, and only then answer."""
@@ -154,7 +173,7 @@ class Batcher:
         elif len(parts) == 1 or isinstance(error, EngineFailedError):
             for part in parts:
                 part.work.fail(error)
-        self._metrics.batch_ended(batch)
+        self._loop.call_soon(self._metrics.batch_ended, batch)  # behind the answers
 
     def _install(self, version: AdapterVersion) -> None:
         """Have ``version`` put into the slot that it was given."""
@@ -170,7 +189,7 @@ class Batcher:
             self._metrics.adapter_installed(seconds)
         self._waiting.install_ended(version, error)
         self._adapters.settle()
-        self._form()
+        self._turn()
 
     def _sweep(self) -> None:
         """End what has waited for too long, however long the engine takes over what it has."""

@@ -1,17 +1,17 @@
 """One forward as a client asked for it, whatever the protocol it came by."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..layer.engine import LayerBatch
 from ..layer.errors import RequestError
+from .rows import Rows
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A checked forward, its adapters still names.
 
     ``batch``        what to compute, its ``token_slots`` open
@@ -25,13 +25,17 @@ class Call:
     token_names: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a forward came to: bf16 ``[T, H]``, and the version of each adapter that took part."""
+class Answer(NamedTuple):
+    """What a forward came to: its rows, and the version of each adapter that took part."""
 
     layer: int
-    hidden_states: Tensor
+    rows: Rows
     adapter_versions: dict[str, int]
+
+    @property
+    def hidden_states(self) -> Tensor:
+        """bf16 ``[T, H]``."""
+        return self.rows.tensor
 
 
 def name_tokens(

@@ -60,6 +60,6 @@ class Timeouts:
             raise RequestError(f"{wanted}, got {sent!r}", HEADER)
         return min(milliseconds * 1e-3, self.longest_s)
 
-    def after(self, seconds: float, came: float | None = None) -> Deadline:
-        """``seconds`` after the request ``came``, by ``time.monotonic`` (None: now)."""
-        return Deadline((time.monotonic() if came is None else came) + seconds, seconds)
+    def after(self, seconds: float) -> Deadline:
+        """``seconds`` from now."""
+        return Deadline(time.monotonic() + seconds, seconds)

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 
+import torch
 import uvicorn
 from rich.console import Console
 
@@ -38,6 +40,7 @@ def serve(settings: Settings) -> int:
     Raises ``MoeletError`` for whatever stands in the way of starting, before the port opens.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    torch.set_grad_enabled(False)  # of this thread, which makes a view or two of every request
     with exit_on_signal(), bound(settings) as listener:
         service = open_service(settings)
         app = create_app(service, max_body_bytes=int(settings.max_body_mb * MIB), keys=keys_of(settings))
@@ -49,6 +52,8 @@ def serve(settings: Settings) -> int:
             refused=metrics.answered,
             ended=metrics.connection_ended,
         )
+        gc.collect()
+        gc.freeze()  # what is loaded stays loaded: looking at it again and again would be felt by requests
         listen(listener, config.backlog)
         log.info("serving on %s", address(listener))
         warn_of_openness(listener, settings)

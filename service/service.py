@@ -15,6 +15,7 @@ from ..layer.slots import AdapterTable
 from ..layer.spec import LayerSpec, ModelSpec, ranges
 from .adapter_roots import AdapterRoots
 from .adapters import AdapterReader, AdapterRegistry
+from .afterwards import Afterwards
 from .batcher import Batcher
 from .call import Answer, Call
 from .deadline import Deadline, Timeouts
@@ -23,6 +24,7 @@ from .engine_thread import EngineThread
 from .lifecycle import Lifecycle
 from .limits import Limits
 from .metrics import Metrics
+from .rows import Rows
 from .sent_text import utf8
 from .work import Work, answer_of
 
@@ -57,6 +59,7 @@ class MoeService:
         self.timeouts = Timeouts(limits.request_timeout_s)
         self._batcher = Batcher(engine, self.adapters, self.metrics, limits)
         self._departures = Departures()
+        self.later = Afterwards()
 
     async def start(self) -> None:
         """Begin to answer forwards, on the running event loop."""
@@ -153,8 +156,8 @@ class MoeService:
         with self.lifecycle.admit():
             deadline.check()
             versions = self.adapters.acquire(call.names)
-            output = torch.empty_like(call.batch.hidden_states)
-            answer = Answer(call.batch.layer, output, {version.name: version.version for version in versions})
+            none = Rows.of(torch.empty_like(call.batch.hidden_states))
+            answer = Answer(call.batch.layer, none, {version.name: version.version for version in versions})
             self.adapters.release(versions)
             return answer
 

@@ -11,6 +11,7 @@ from ..layer.adapter_version import AdapterVersion
 from ..layer.engine import LayerBatch
 from .call import Answer
 from .deadline import Deadline
+from .rows import Rows
 
 Key = tuple[int, bool, bool]
 """What forwards of one batch have in common: the layer, and whether top-k or router logits were sent."""
@@ -23,7 +24,7 @@ class Work:
     ``versions``   the adapter versions that it holds
     ``deadline``   when it is given up
     ``over``       whether it has ended, or nobody waits for it any more
-    ``output``     bf16 ``[T, H]``, once it is computed; of one that is cut, before that what has been computed of it
+    ``output``     its rows, once they are computed
     ``error``      why there is none
     ``waiting``    how many of its parts wait for the engine
 
@@ -33,6 +34,7 @@ class Work:
 
     __slots__ = (
         "_ended",
+        "_joined",
         "_missing",
         "batch",
         "deadline",
@@ -60,12 +62,13 @@ class Work:
         self.token_versions = token_versions
         self.deadline = deadline
         self.over = False
-        self.output: Tensor | None = None
+        self.output: Rows | None = None
         self.error: Exception | None = None
         self.queued_at = time.monotonic()
         self.waiting = 0
         self._ended: Callable[[Work], None] | None = ended
         self._missing = 0
+        self._joined: Tensor | None = None
 
     def parts(self, most_tokens: int) -> list["Part"]:
         """All of it, as parts of at most ``most_tokens``."""
@@ -91,11 +94,11 @@ class Work:
     def join(self, part: "Part", output: Tensor) -> None:
         """Keep the output of ``part`` of several; not on the event loop, where a large copy would be felt."""
         if part.rows is not None and not self.over:
-            if self.output is None:
-                self.output = torch.empty_like(self.batch.hidden_states)
-            self.output[part.rows] = output
+            if self._joined is None:
+                self._joined = torch.empty_like(self.batch.hidden_states)
+            self._joined[part.rows] = output
 
-    def finish(self, output: Tensor, now: float) -> None:
+    def finish(self, output: Rows, now: float) -> None:
         """One more part is computed, as ``output``; the last one answers, unless nobody waits any more."""
         self._missing -= 1
         if self._missing or self.over:
@@ -104,8 +107,7 @@ class Work:
             self.fail(self.deadline.error())
             return
         self.over = True
-        if self.output is None:
-            self.output = output
+        self.output = output if self._joined is None else Rows.of(self._joined)
         self._tell()
 
     def fail(self, error: Exception) -> None:

@@ -15,6 +15,7 @@ from moelet.layer.errors import RequestError
 from moelet.layer.spec import LayerSpec
 from moelet.service.call import Answer
 from moelet.service.forward_json import FIELDS, parse_forward, render_forward
+from moelet.service.rows import Rows
 
 SPEC = LayerSpec(index=4, hidden_size=3, intermediate_size=5, num_experts=4, top_k=2)
 
@@ -55,7 +56,7 @@ def test_adapters_are_named_once_each() -> None:
 def test_answers_are_exact_and_what_is_not_finite_is_null() -> None:
     values = torch.randn(4, 3).bfloat16()
     values[1] = torch.tensor([float("nan"), float("inf"), float("-inf")])
-    answer = json.loads(render_forward(Answer(4, values, {"a": 2})))
+    answer = json.loads(render_forward(Answer(4, Rows.of(values), {"a": 2})))
     assert answer["hidden_states"][1] == [None] * 3
     rest = [0, 2, 3]
     assert torch.equal(torch.tensor([answer["hidden_states"][i] for i in rest]), values[rest].float())

@@ -10,7 +10,8 @@ import torch
 
 from moelet.layer.errors import RequestError
 from moelet.service.call import Answer
-from moelet.service.v2.codec import bytes_of, read_inference, write_answer
+from moelet.service.rows import Rows, octets_of
+from moelet.service.v2.codec import read_inference, write_answer
 from moelet.service.v2.layout import LONGEST_REMEMBERED, remembering
 from moelet.service.work import Part, Work
 from v2_requests import HIDDEN, SPEC, TOPK, edited, read
@@ -121,7 +122,7 @@ def test_of_two_fields_of_one_name_the_last_counts() -> None:
 def test_answers_are_written_as_asked(binary: bool) -> None:
     asked = edited(lambda sent: sent.update(id="é", parameters={"binary_data_output": binary})).request
     hidden = torch.tensor([[1.5, float("nan")], [float("inf"), -2]]).bfloat16()
-    pieces, length = write_answer(Answer(4, hidden, {"b": 2, "a": 1}), asked, "layers.4")
+    pieces, length = write_answer(Answer(4, Rows.of(hidden), {"b": 2, "a": 1}), asked, "layers.4")
     head = json.loads(pieces[0])
     assert (head["id"], json.loads(head["parameters"]["adapter_versions"])) == ("é", {"b": 2, "a": 1})
     if binary:
@@ -135,8 +136,8 @@ def test_answers_are_written_as_asked(binary: bool) -> None:
 
 def test_the_bytes_of_a_tensor_are_not_copied() -> None:
     tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
-    view = bytes_of(tensor)
+    view = octets_of(tensor)
     tensor += 1
     assert bytes(view) == np.ones(6, ml_dtypes.bfloat16).tobytes()
-    assert bytes(bytes_of(tensor.t())) == bytes(view)
-    assert len(bytes_of(tensor[:0])) == 0
+    assert bytes(octets_of(tensor.t())) == bytes(view)
+    assert len(octets_of(tensor[:0])) == len(octets_of(torch.empty(4, 0, dtype=torch.bfloat16).t())) == 0

@@ -14,6 +14,7 @@ from moelet.layer.spec import LayerSpec
 from moelet.service.call import Answer
 from moelet.service.compression import expand
 from moelet.service.errors import BodyTooLargeError
+from moelet.service.rows import Rows
 from moelet.service.v2.codec import read_inference, write_answer
 from moelet.service.v2.header import PARAMETERS, read_header_length
 from moelet.service.v2.layout import DATATYPES, remembering
@@ -55,7 +56,7 @@ def check(body: bytes, length: int | None) -> None:
     if call.token_names is not None:
         assert call.token_names.shape == (batch.num_tokens,)
         assert bool(((call.token_names >= -1) & (call.token_names < len(call.names))).all())
-    pieces, json_length = write_answer(Answer(4, batch.hidden_states, {}), asked.request, "layers.4")
+    pieces, json_length = write_answer(Answer(4, Rows.of(batch.hidden_states), {}), asked.request, "layers.4")
     head = json.loads(bytes(pieces[0]))
     assert head["outputs"][0]["shape"] == [batch.num_tokens, SPEC.hidden_size]
     assert (json_length is None) == (len(pieces) == 1)

@@ -12,6 +12,7 @@ from ...layer.errors import RequestError
 from ...layer.spec import LayerSpec
 from ..call import Answer, Call, name_tokens
 from ..json_arrays import expert_ids
+from ..rows import octets_of
 from .header import BINARY_SIZE, OUTPUT, InferRequest
 from .layout import ADAPTER, REMEMBERED, Layout, LayoutReader
 from .tensors import DTYPES, read_matrix, read_names
@@ -54,16 +55,18 @@ def write_answer(answer: Answer, request: InferRequest, model: str) -> tuple[lis
 
     In JSON, NaN and infinities are ``null``.
     """
-    hidden = answer.hidden_states
     datatype = request.datatype or ("BF16" if request.binary else "FP32")
-    if hidden.dtype != DTYPES[datatype]:
-        hidden = hidden.to(DTYPES[datatype])
-    shape = tuple(hidden.shape)
     versions = orjson.dumps(answer.adapter_versions).decode() if answer.adapter_versions else "{}"
+    shape = answer.rows.shape
     if not request.binary:
-        output = {"name": OUTPUT, "datatype": datatype, "shape": shape, "data": hidden.float().flatten().numpy()}
+        output = {
+            "name": OUTPUT,
+            "datatype": datatype,
+            "shape": shape,
+            "data": _as(datatype, answer).float().flatten().numpy(),
+        }
         return [orjson.dumps(_head(model, output, versions, request.id), option=orjson.OPT_SERIALIZE_NUMPY)], None
-    values = bytes_of(hidden)
+    values = answer.rows.octets if datatype == "BF16" else octets_of(_as(datatype, answer))
     write = _remembered_head if request.id is None else _binary_head
     written = write(model, datatype, shape, len(values), versions, request.id)
     return [written, values], len(written)
@@ -91,10 +94,8 @@ _remembered_head = lru_cache(REMEMBERED)(_binary_head)
 """For answers without an id of the client's, which are the same but for their values."""
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a host tensor where they lie, row-major."""
-    values: memoryview = tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data
-    return values
+def _as(datatype: str, answer: Answer) -> Tensor:
+    return answer.hidden_states.to(DTYPES[datatype])
 
 
 def _batch(layout: Layout, binary: memoryview, spec: LayerSpec) -> LayerBatch:

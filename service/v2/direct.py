@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from ...layer.errors import MoeletError
 from ...layer.spec import LayerSpec
 from ..compression import WINDOWS
+from ..deadline import Deadline
 from ..errors import response_for
 from ..keys import Keys
 from ..known_requests import Answering, Write
@@ -144,11 +145,12 @@ class DirectInference:
         """
         service = self.service
         try:
-            service.check_admission()
             call, request = read_inference(body, self._json_bytes, self._spec, self._read_layout)
             if call.batch.num_tokens == 0:
                 return None
-            deadline = service.timeouts.after(self._timeout_s, came).within(request.timeout)
+            deadline = Deadline(came + self._timeout_s, self._timeout_s)
+            if request.timeout is not None:
+                deadline = deadline.within(request.timeout)
             answering = _Answering(self, request, came, write, self._sent_id or self._owner.made.new())
             answering.work = service.begin(call, deadline, answering.ended)
         except Exception:  # noqa: BLE001 - it comes again where the application answers, and is told and logged there
@@ -190,16 +192,9 @@ class _Answering:
         if error is not None:
             self._refuse(error)
             return
-        self._end(None, 200)
-        length = sum(map(len, pieces))
-        if json_bytes is None:
-            described = b"content-type: application/json\r\ncontent-length: %d\r\n" % length
-        else:
-            described = (
-                b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n"
-                b"content-length: %d\r\n" % (json_bytes, length)
-            )
-        self._write(200, described + b"x-request-id: %b\r\n\r\n" % self._request_id, pieces)
+        described = _described(json_bytes, sum(map(len, pieces)))
+        self._write(200, b"%bx-request-id: %b\r\n\r\n" % (described, self._request_id), pieces)
+        self._of.service.later(self._end)  # behind the answer
 
     def _refuse(self, error: Exception) -> None:
         path = self._of.path
@@ -212,7 +207,7 @@ class _Answering:
         body: Sequence[bytes | memoryview] = [bytes(response.body)]
         self._write(response.status_code, described + b"\r\n", body)
 
-    def _end(self, error: BaseException | None, status: int) -> None:
+    def _end(self, error: BaseException | None = None, status: int = 200) -> None:
         metrics = self._of.service.metrics
         self.watch.end(error)
         if status:
@@ -221,3 +216,12 @@ class _Answering:
             token = current_request_id.set(self._request_id.decode())
             log_access("POST", self._of.path, status, time.monotonic() - self._came, self.watch)
             current_request_id.reset(token)
+
+
+@lru_cache(REMEMBERED)
+def _described(json_bytes: int | None, length: int) -> bytes:
+    """The header lines of an answer with a body of ``length`` bytes, ``json_bytes`` of them JSON (None: all)."""
+    if json_bytes is None:
+        return b"content-type: application/json\r\ncontent-length: %d\r\n" % length
+    octets = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n" % json_bytes
+    return octets + b"content-length: %d\r\n" % length
