@@ -31,9 +31,13 @@ class Deadline:
             return self
         return Deadline(self.at - self.timeout_s + microseconds * 1e-6, microseconds * 1e-6)
 
+    def has_passed(self) -> bool:
+        """Whether it is too late."""
+        return time.monotonic() >= self.at
+
     def check(self) -> None:
         """Raise ``DeadlineExceededError`` once it has passed."""
-        if time.monotonic() >= self.at:
+        if self.has_passed():
             raise self.error()
 
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from .known_requests import Answering, KnownRequest
@@ -29,7 +30,7 @@ class FastPathProtocol(Protocol):
     _head = b""
     _came = 0.0
     _place = 0
-    _held = b""
+    _held: bytes | bytearray = b""
     _ends = False
     _rests_since = 0.0
 
@@ -47,8 +48,9 @@ class FastPathProtocol(Protocol):
             end += len(HEAD_END)
             head = data[:end]
             if (requests := self.config.known) and (known := requests.find(head)):
-                self._known, self._head, self._came = known, head, time.monotonic()
+                self._await_request(False)  # its time begins now
                 self._body, self._place = known.new_body(), 0
+                self._known, self._head, self._came = known, head, time.monotonic()
                 self._go_on(memoryview(data)[end:])
                 return
         super().data_received(data)
@@ -80,9 +82,12 @@ class FastPathProtocol(Protocol):
         self._begin(body)
 
     def _hold(self, data: bytes | memoryview) -> None:
-        """Keep what came too early, and read no more."""
+        """Keep what came too early. Read no more where that is much; else go on, or nobody saw the client leave."""
+        if not self._held:
+            self._held = bytearray()
         self._held += data
-        self.flow.pause_reading()
+        if len(self._held) > HIGH_WATER_LIMIT:
+            self.flow.pause_reading()
 
     def _begin(self, body: memoryview) -> None:
         known = self._known
@@ -93,11 +98,15 @@ class FastPathProtocol(Protocol):
         if self._begun is None:
             self._known = None
             super().data_received(self._head + body)
-            self._read_on()
+            if self._ends:
+                super().shutdown()
+            elif self._held:
+                self._read_on()
 
     def _answer(self, status: int, headers: bytes, body: Sequence[bytes | memoryview]) -> None:
         """Write the answer, and go on with what came meanwhile."""
         self._known = self._begun = None
+        self._whole = True
         transport = self.transport
         if transport.is_closing():
             return
@@ -119,10 +128,14 @@ class FastPathProtocol(Protocol):
             self._read_on()
 
     def _read_on(self) -> None:
-        held, self._held = self._held, b""
-        self.flow.resume_reading()
-        if held:
+        held, self._held = bytes(self._held), b""
+        if len(held) > HIGH_WATER_LIMIT:
+            self.flow.resume_reading()
+        try:
             self.data_received(held)
+        except BaseException:  # as the transport does where it is the caller: nobody knows what comes next on it
+            self.transport.abort()
+            raise
 
     def _default_lines(self) -> bytes:
         """The server's own headers, made anew whenever they are others."""
@@ -158,7 +171,10 @@ class FastPathProtocol(Protocol):
         return self._begun is not None or super()._owes_an_answer()
 
     def _drop_answers(self) -> None:
-        if self._begun is not None:
-            self._begun.drop()
+        known, begun = self._known, self._begun
         self._known = self._body = self._begun = None
+        if begun is not None:
+            begun.drop()
+        elif known is not None:  # the application learns of it too, and counts it with those whose clients left
+            super().data_received(self._head)
         super()._drop_answers()

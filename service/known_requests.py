@@ -33,4 +33,4 @@ class KnownRequests(Protocol):
     """Requests that need not go through the application."""
 
     def find(self, head: bytes) -> KnownRequest | None:
-        """The one with this head, all bytes of it; None: the application has to answer."""
+        """The one with this head, all bytes of it; None: the application has to answer, be it for now."""

@@ -4,7 +4,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,6 +22,16 @@ HEADER = b"x-request-id"
 
 current_request_id: ContextVar[str] = ContextVar("request_id", default="")
 """The id of the request that the running task serves, for the log; empty outside of any."""
+
+
+@contextmanager
+def naming(request_id: bytes) -> Iterator[None]:
+    """Have the log name the request with this id, outside of its task."""
+    token = current_request_id.set(request_id.decode())
+    try:
+        yield
+    finally:
+        current_request_id.reset(token)
 
 
 class MadeIds:

@@ -101,17 +101,20 @@ class MoeService:
         """Begin ``call``, which has tokens, with the adapter versions that are current now.
 
         ``ended`` is called on a later turn of the event loop with the work's output or error, unless ``drop`` was
-        called before. Raises ``UnavailableError`` or ``EngineFailedError`` when no work is taken,
-        ``DeadlineExceededError``, and ``AdapterNotLoadedError``.
+        called before; with that of a ``deadline`` that has passed as well. Raises ``UnavailableError`` or
+        ``EngineFailedError`` when no work is taken, and ``AdapterNotLoadedError``.
         """
         self.lifecycle.enter()
+        is_late = deadline.has_passed()
         try:
-            deadline.check()
-            versions = self.adapters.acquire(call.names)
+            versions = () if is_late else self.adapters.acquire(call.names)
         except BaseException:
             self.lifecycle.leave()
             raise
         work = Work(call.batch, versions, call.token_names, deadline, partial(self._end, ended))
+        if is_late:
+            work.fail(deadline.error())
+            return work
         try:
             self._batcher.begin(work)
         except BaseException:

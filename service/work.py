@@ -1,6 +1,7 @@
 """One admitted forward on its way through the engine, and the parts of it that go through apart."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,6 +13,8 @@ from ..layer.engine import LayerBatch
 from .call import Answer
 from .deadline import Deadline
 from .rows import Rows
+
+log = logging.getLogger(__name__)
 
 Key = tuple[int, bool, bool]
 """What forwards of one batch have in common: the layer, and whether top-k or router logits were sent."""
@@ -124,8 +127,12 @@ class Work:
 
     def _tell(self) -> None:
         ended, self._ended = self._ended, None
-        if ended is not None:
+        if ended is None:
+            return
+        try:
             ended(self)
+        except Exception:  # others of the batch are answered in the same turn of the loop
+            log.exception("what waited for a forward could not take its end")
 
 
 def answer_of(work: Work) -> Answer:

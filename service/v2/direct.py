@@ -19,7 +19,8 @@ from ..deadline import Deadline
 from ..errors import response_for
 from ..keys import Keys
 from ..known_requests import Answering, Write
-from ..request_id import MadeIds, access, current_request_id, log_access, sent_id
+from ..protocol import MAX_HEADERS
+from ..request_id import MadeIds, access, log_access, naming, sent_id
 from ..service import MoeService
 from ..watch import ForwardWatch
 from ..work import Work, answer_of
@@ -53,7 +54,7 @@ class Head:
     def __init__(self, head: bytes) -> None:
         self.url = b""
         self.listed: list[tuple[bytes, bytes]] = []
-        self._ended = self._is_whole = False
+        self._ended = self._has_body = False
         parser = httptools.HttpRequestParser(self)
         try:
             parser.feed_data(head)
@@ -62,7 +63,7 @@ class Head:
         self.headers = dict(self.listed)
         if not (self._ended and parser.get_http_version() == "1.1" and parser.should_keep_alive()):
             raise UnusualError
-        if self._is_whole or self.headers.keys() & UNUSUAL:
+        if self._has_body or len(self.listed) > MAX_HEADERS or self.headers.keys() & UNUSUAL:
             raise UnusualError
 
     def on_url(self, url: bytes) -> None:
@@ -74,8 +75,11 @@ class Head:
     def on_headers_complete(self) -> None:
         self._ended = True
 
+    def on_body(self, _body: bytes) -> None:
+        self._has_body = True  # the parser's head ends before ours
+
     def on_message_complete(self) -> None:
-        self._is_whole = True
+        self._has_body = True  # of no byte
 
 
 class DirectInferences:
@@ -92,10 +96,14 @@ class DirectInferences:
         self._remembered = lru_cache(REMEMBERED)(self._read)
 
     def find(self, head: bytes) -> "DirectInference | None":
-        """What answers requests that begin with ``head``, all of it; None: the application does."""
+        """What answers requests that begin with ``head``, all of it; None: the application does.
+
+        It does where no forward would be taken now, which it tells before the body is there.
+        """
         if len(head) > LONGEST or not head.startswith(BEGINNING):
             return None
         try:
+            self.service.check_admission()
             return self._remembered(head)
         except (UnusualError, MoeletError):
             return None
@@ -187,19 +195,20 @@ class _Answering:
         if error is None:
             try:
                 pieces, json_bytes = write_answer(answer_of(work), self._request, self._of.model)
-            except Exception as raised:  # noqa: BLE001 - others are answered in the same turn of the loop
+            except Exception as raised:  # noqa: BLE001 - it is answered too
                 error = raised
         if error is not None:
             self._refuse(error)
             return
         described = _described(json_bytes, sum(map(len, pieces)))
-        self._write(200, b"%bx-request-id: %b\r\n\r\n" % (described, self._request_id), pieces)
         self._of.service.later(self._end)  # behind the answer
+        self._write(200, b"%bx-request-id: %b\r\n\r\n" % (described, self._request_id), pieces)
 
     def _refuse(self, error: Exception) -> None:
         path = self._of.path
         if not isinstance(error, MoeletError):
-            log.error("POST %s failed", path, exc_info=error)
+            with naming(self._request_id):
+                log.error("POST %s failed", path, exc_info=error)
         response = response_for(error, path)
         self._end(error, response.status_code)
         headers = [*response.raw_headers, (b"x-request-id", self._request_id)]
@@ -213,9 +222,8 @@ class _Answering:
         if status:
             metrics.answered(status)
         if access.isEnabledFor(logging.DEBUG):
-            token = current_request_id.set(self._request_id.decode())
-            log_access("POST", self._of.path, status, time.monotonic() - self._came, self.watch)
-            current_request_id.reset(token)
+            with naming(self._request_id):
+                log_access("POST", self._of.path, status, time.monotonic() - self._came, self.watch)
 
 
 @lru_cache(REMEMBERED)
