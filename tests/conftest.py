@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from running_service import OpenEngine, RunningService
 
 CONTRACT = ("terms", "forwards", "adapters", "swaps", "operation", "v2", "generation")
-SHARED = ("oracle", "running_service", "v2_requests", "v2_wire")
+SHARED = ("fast_requests", "oracle", "running_service", "v2_requests", "v2_wire")
 torch.set_num_threads(1)  # the tests' layers are small, and threads that spin for a busy core take minutes over them
 pytest.register_assert_rewrite(*SHARED, *(f"contract_{part}" for part in CONTRACT))
 

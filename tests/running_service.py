@@ -244,7 +244,7 @@ def running(
 ) -> Iterator[RunningService]:
     """A service over ``open_engine`` with adapters below ``root`` (None: no root), until the block ends.
 
-    ``bounds`` are those of its forwards, ``limits`` those of ``http_config``.
+    ``bounds`` are those of its forwards, ``limits`` those of ``listening``.
     """
     model, weights = small_model()
     gated: list[GatedEngine] = []
@@ -264,11 +264,15 @@ def running(
 
 
 @contextmanager
-def listening(service: MoeService, keys: Keys | None = None, **limits: Any) -> Iterator[str]:
-    """``service`` behind uvicorn on a free loopback port; the URL."""
+def listening(
+    service: MoeService, keys: Keys | None = None, *, fast: bool = True, loop: str = "auto", **limits: Any
+) -> Iterator[str]:
+    """``service`` behind uvicorn on a free loopback port, every request through the application unless ``fast``, on
+    uvicorn's ``loop``; the URL."""
     app = create_app(service, max_body_bytes=MAX_BODY_BYTES, keys=keys)
-    config = http_config(app, known=app.known, **limits)
-    config.port = 0
+    told = {"refused": service.metrics.answered, "ended": service.metrics.connection_ended}
+    config = http_config(app, known=app.known if fast else None, **{**told, **limits})
+    config.port, config.loop = 0, loop
     server = uvicorn.Server(config)
     started = threading.Event()
     server.on_tick = partial(_tick, server.on_tick, started)  # type: ignore[method-assign]
