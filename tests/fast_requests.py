@@ -1,14 +1,15 @@
 """Inference requests as bytes, and two services that answer the same: past the application, and through it."""
 
+import asyncio
 import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.core import Metric
 
 from moelet.service.v2.direct import DirectInference
 from raw_http import answers, spoken
@@ -17,7 +18,13 @@ from v2_wire import request
 
 INFER = b"/v2/models/layers.1/infer"
 BINARY = {"parameters": {"binary_data_output": True}}
-COUNTED = ("moelet_requests", "moelet_tokens", "moelet_http_responses", "moelet_connections_ended")
+COUNTED = (
+    "moelet_requests",
+    "moelet_request_seconds",
+    "moelet_tokens",
+    "moelet_http_responses",
+    "moelet_connections_ended",
+)
 DATE = re.compile(rb"date: [^\r]*\r\n")
 MADE_ID = re.compile(rb"(?<=x-request-id: )[0-9a-f]{32}")
 
@@ -57,20 +64,24 @@ def eventually(condition: Callable[[], bool], within_s: float = 10.0) -> None:
 
 
 def counted(service: RunningService) -> dict[tuple[str, ...], float]:
-    """Every counter of requests, answers and connections that is not 0."""
-    families = service.service.metrics.registry.collect()
-    samples = [sample for family in families if family.name in COUNTED for sample in family.samples]
+    """Every counter of requests, answers and connections that is not 0, as it is between two turns of the loop."""
+
+    async def collected() -> list[Metric]:
+        return [family for family in service.service.metrics.registry.collect() if family.name in COUNTED]
+
+    families = asyncio.run_coroutine_threadsafe(collected(), service.service._batcher._loop).result(10)
+    samples = [sample for family in families for sample in family.samples if sample.name.endswith(("_total", "_count"))]
     return {(sample.name, *sample.labels.values()): sample.value for sample in samples if sample.value}
 
 
-@dataclass
 class Pair:
     """The same service twice, ``fast`` with the way past the application and ``slow`` without; ``begun`` tells of
     each request that came whole on that way whether it was answered there."""
 
-    fast: RunningService
-    slow: RunningService
-    begun: list[bool]
+    def __init__(self, fast: RunningService, slow: RunningService, begun: list[bool]) -> None:
+        self.fast = fast
+        self.slow = slow
+        self.begun = begun
 
     def same(self, *parts: bytes, pause_s: float = 0.0) -> Answers:
         """What both answer to ``parts``, which end the connection."""

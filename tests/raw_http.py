@@ -17,6 +17,26 @@ def connected(service: RunningService, timeout_s: float = 10) -> socket.socket:
     return client
 
 
+def answered(client: socket.socket, sent: bytes) -> bytes:
+    """All of the one answer to ``sent``."""
+    client.sendall(sent)
+    said = b""
+    while b"\r\n\r\n" not in said:
+        said += received(client)
+    head, end, _ = said.partition(b"\r\n\r\n")
+    length = int(head.lower().partition(b"\r\ncontent-length: ")[2].split(b"\r\n")[0])
+    while len(said) < len(head + end) + length:
+        said += received(client)
+    return said
+
+
+def received(client: socket.socket) -> bytes:
+    """Some more; the connection must not have ended."""
+    piece = client.recv(65536)
+    assert piece, "the connection ended"
+    return piece
+
+
 def until_closed(client: socket.socket) -> bytes:
     """All that comes until the service ends the connection, however it does."""
     said = b""

@@ -11,7 +11,7 @@ import torch
 
 from fast_requests import BINARY, INFER, Pair, asking, head, infer, paired
 from moelet.service.protocol import MAX_HEADERS
-from raw_http import LAST, answers, connected, spoken, until_closed
+from raw_http import LAST, answered, answers, connected, spoken, until_closed
 from running_service import EXPERTS, MAX_BODY_BYTES, TOP_K, OpenEngine, hidden_states, running
 from v2_wire import json_request, request
 
@@ -115,7 +115,7 @@ def pair(open_engine: OpenEngine, tmp_path_factory: pytest.TempPathFactory) -> I
 @pytest.mark.parametrize("name", TAKEN)
 def test_every_byte_of_an_answer_is_the_application_s(pair: Pair, name: str) -> None:
     first, second, (last, *_) = pair.same(TAKEN[name], TAKEN[name], LAST)
-    assert pair.begun == [name not in REFUSED_THERE] * 2
+    assert set(pair.begun) == {name not in REFUSED_THERE}
     assert (first[0], last) == (400 if name in REFUSED_THERE else 200, 200)
     without_id = [{**said[1], "x-request-id": ""} for said in (first, second)]
     assert without_id[0] == without_id[1]
@@ -150,8 +150,8 @@ def test_a_request_cut_anywhere_is_the_same_request(pair: Pair) -> None:
         with connected(service) as client:
             for first, second in zip(parts[::2], parts[1::2], strict=True):
                 client.sendall(first)
-                client.sendall(second)
-                assert answer(client)[2] == expected
+                [(_, _, told)] = answers(answered(client, second))
+                assert told == expected
     assert len(sent) // 4 < len(pair.begun)
     assert all(pair.begun)
 
@@ -163,19 +163,6 @@ def test_a_request_cut_anywhere_twice_is_the_same_request(pair: Pair) -> None:
     places += [[ends + i, ends + j] for i in range(6) for j in range(i + 1, 7)]
     parts = [part for i, j in places for part in (sent[:i], sent[i:j], sent[j:])]
     assert {status for status, *_ in pair.same(*parts, LAST, pause_s=0.001)} == {200}
-
-
-def answer(client: Any) -> tuple[int, dict[str, str], bytes]:
-    """The next one whole, of which nothing comes behind."""
-    said = b""
-    while b"\r\n\r\n" not in said:
-        said += client.recv(65536)
-    length = int(said.lower().partition(b"\r\ncontent-length: ")[2].split(b"\r\n")[0])
-    wanted = said.index(b"\r\n\r\n") + 4 + length
-    while len(said) < wanted:
-        said += client.recv(65536)
-    [found] = answers(said)
-    return found
 
 
 def test_many_requests_in_one_packet_are_answered_in_order(pair: Pair) -> None:

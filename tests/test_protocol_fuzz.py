@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from fast_requests import asking
 from raw_http import connected
 from running_service import OpenEngine, RunningService, hidden_states, running
 
@@ -24,6 +25,8 @@ REQUESTS = (
     b"GET http://x HTTP/1.1\r\nHost: x\r\n\r\n",
     b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
     b"\r\n\r\n",
+    asking(1),
+    asking(2, b"X-Request-Id: mine") + asking(3),
 )
 PUT_IN = (b"\r\n", b"\0", b":", b" ", b"\r\nContent-Length: 3\r\n", b"\r\nTransfer-Encoding: chunked\r\n", b"a" * 5000)
 
