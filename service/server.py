@@ -10,7 +10,8 @@ import socket
 import stat
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
@@ -20,10 +21,12 @@ import uvicorn
 from rich.console import Console
 
 from ..layer.errors import ConfigurationError
+from .adapters import AdapterReader
 from .app import create_app
 from .http_config import http_config
 from .keys import Keys
 from .limits import MIB
+from .reading_process import ReadingProcess
 from .service import MoeService
 from .settings import Settings
 from .startup import open_service
@@ -41,8 +44,8 @@ def serve(settings: Settings) -> int:
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.set_grad_enabled(False)  # of this thread, which makes a view or two of every request
-    with exit_on_signal(), bound(settings) as listener:
-        service = open_service(settings)
+    with exit_on_signal(), ExitStack() as processes, bound(settings) as listener:
+        service = open_service(settings, partial(read_beside, processes))
         app = create_app(service, max_body_bytes=int(settings.max_body_mb * MIB), keys=keys_of(settings))
         metrics = service.metrics
         config = http_config(
@@ -143,6 +146,15 @@ class Server(uvicorn.Server):
     async def _stop_when_idle(self) -> None:
         await self.service.lifecycle.idle()
         self.should_exit = True
+
+
+def read_beside(processes: ExitStack, read: AdapterReader) -> AdapterReader:
+    """``read`` in a process of its own, of which this one feels nothing, until ``processes`` are closed."""
+    if sys.platform != "linux":
+        return read
+    reading = ReadingProcess(read)
+    processes.callback(reading.close)
+    return reading
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from ..layer.demo import NAME, write_demo
 from ..layer.errors import AdapterError, ConfigurationError
 from ..layer.spec import ranges
 from .adapter_roots import AdapterRoots
+from .adapters import AdapterReader
 from .engine_thread import EngineThread
 from .engines import choose_device, open_engine
 from .limits import MIB, Limits
@@ -55,15 +57,16 @@ def sources(settings: Settings) -> Sources:
     return Sources(demo.checkpoint, tuple(adapters.items()), (cache, *settings.adapter_root))
 
 
-def open_service(settings: Settings) -> MoeService:
-    """Load everything that ``settings`` name. Raises ``MoeletError``: one sentence for who started it."""
+def open_service(settings: Settings, beside: Callable[[AdapterReader], AdapterReader] | None = None) -> MoeService:
+    """Load everything that ``settings`` name; adapters by what ``beside`` makes of what reads them, where clients may
+    load any. It is called before there are other threads, and before a GPU is in use.
+
+    Raises ``MoeletError``: one sentence for who started it.
+    """
     if unknown := unknown_variables():
         log.warning("these variables of the environment are not known and do nothing: %s", ", ".join(unknown))
     for name, _ in settings.adapter:
         check_name(name, "adapter")
-    device = choose_device(settings.device)
-    if device == "cpu" and settings.changed_gpu_options:
-        log.warning("serving on the CPU, where %s does nothing", " and ".join(settings.changed_gpu_options))
     found = sources(settings)
     if (wanted := len(found.adapters)) > settings.max_cpu_loras:
         raise ConfigurationError(
@@ -78,9 +81,13 @@ def open_service(settings: Settings) -> MoeService:
     def read(folder: Path, root: Path) -> Adapter:
         return load_adapter(folder, model, max_rank=settings.max_lora_rank, root=root)
 
+    reader = beside(read) if beside is not None and found.roots else read
+    device = choose_device(settings.device)
+    if device == "cpu" and settings.changed_gpu_options:
+        log.warning("serving on the CPU, where %s does nothing", " and ".join(settings.changed_gpu_options))
     with shown() as report:
         engine = EngineThread(partial(open_engine, settings, device, checkpoint, report))
-        service = MoeService(engine, roots, read, max_cpu_loras=settings.max_cpu_loras, limits=limits_of(settings))
+        service = MoeService(engine, roots, reader, max_cpu_loras=settings.max_cpu_loras, limits=limits_of(settings))
         try:
             for name, path in steps(found.adapters, "loading adapters", report):
                 load_at_start(service, name, path)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moelet.graphs import buffers, kernels
-from moelet.graphs.adapters import pack_a, pack_b_down, pack_b_gate_up
 from moelet.graphs.compiler import CompileError
 from moelet.graphs.geometry import RANK_BLOCK, ROW_ALIGN
+from moelet.graphs.packing import pack_a, pack_b_down, pack_b_gate_up
 from moelet.layer.layout import BLOCK_K, CHUNK, PackedShape, down_stored_rows, gate_up_stored_rows
 from static_asserts import check, constants_of
 
@@ -40,7 +40,7 @@ def whole_numbers(*shape: int, seed: int = 0) -> Tensor:
 def test_a_lies_in_blocks_of_eight_ranks_by_32_of_k(experts: int, rank: int, k: int) -> None:
     a = whole_numbers(experts, rank, k)
     stride = -(-k // BLOCK_K) * BLOCK_K
-    packed = pack_a(a, stride)
+    packed = pack_a(a, stride).tensor().reshape(experts, -1, stride // 32, 8, 32)
     assert packed.shape == (experts, -(-rank // 8), stride // 32, 8, 32)
     flat = packed.flatten()
     e, r, c = torch.meshgrid(*(torch.arange(n) for n in (experts, -(-rank // 8) * 8, stride)), indexing="ij")
@@ -74,7 +74,7 @@ def fragment_product(packed: Tensor, low_h: Tensor, high_h: Tensor) -> tuple[Ten
 @given(EXPERTS, RANKS, st.integers(1, 70))
 def test_b_of_down_gives_the_gemms_features_to_a_lane(experts: int, rank: int, hidden: int) -> None:
     b, h = whole_numbers(experts, hidden, rank), whole_numbers(-(-rank // 8) * 8, seed=7).float()
-    packed = pack_b_down(b, 128).reshape(experts, -(-rank // 8), 8, 128)
+    packed = pack_b_down(b, 128).tensor().reshape(experts, -(-rank // 8), 8, 128)
     for expert in range(experts):
         low, high = fragment_product(packed[expert], h, h)
         delta = torch.zeros(128)
@@ -92,7 +92,7 @@ def test_b_of_down_gives_the_gemms_features_to_a_lane(experts: int, rank: int, h
 def test_b_of_gate_and_up_gives_both_of_a_feature_to_a_lane(experts: int, rank: int, width: int) -> None:
     gate, up = whole_numbers(experts, width, rank, seed=1), whole_numbers(experts, width, rank, seed=2)
     gate_h, up_h = (whole_numbers(-(-rank // 8) * 8, seed=seed).float() for seed in (3, 4))
-    packed = pack_b_gate_up(gate, up, 128).reshape(experts, -(-rank // 8), 16, 128)
+    packed = pack_b_gate_up(gate, up, 128).tensor().reshape(experts, -(-rank // 8), 16, 128)
     for expert in range(experts):
         up_rows, gate_rows = fragment_product(packed[expert], up_h, gate_h)
         pairs = torch.zeros(128, 2)

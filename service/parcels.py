@@ -1,0 +1,145 @@
+"""Carries an adapter, or why there is none, from one process to another, in a file that lies in memory alone."""
+
+import ctypes
+import errno
+import json
+import math
+import mmap
+import os
+import traceback
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layer import errors
+from ..layer.adapter import Adapter, LayerAdapter, LoraWeights
+
+ALIGNMENT = 64
+_PARTS = ("a", "b", "scaling", "ranks")
+_DTYPES = {str(dtype): dtype for dtype in (torch.bfloat16, torch.float32, torch.int32)}
+_ERRORS: Mapping[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (MemoryError, OSError, *vars(errors).values())
+    if isinstance(kind, type) and issubclass(kind, Exception)
+}
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def pack(content: Adapter | Exception) -> tuple[int, int]:
+    """A descriptor of a file with ``content``, and how many of its bytes are tensors; what they are follows.
+
+    Tensors lie there as they are, each once: whoever gets the file maps it. Raises ``MemoryError``.
+    """
+    tensors = _Tensors()
+    told = _told_error(content) if isinstance(content, Exception) else _told_adapter(content, tensors)
+    file = os.memfd_create("moelet-adapter", os.MFD_CLOEXEC)
+    try:
+        for tensor, offset in tensors.places.values():
+            _write(file, offset, tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        _write(file, tensors.end, memoryview(json.dumps(told).encode()))
+    except BaseException as error:
+        os.close(file)
+        if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.ENOSPC):
+            raise MemoryError("the host has no room for an adapter") from error
+        raise
+    return file, tensors.end
+
+
+def unpack(file: int, end: int, path: Path) -> Adapter:
+    """The adapter that ``pack`` put into ``file``, whose tensors stay mapped while they live; closes ``file``.
+
+    Its ``path`` is that given. Raises the error that was packed, and ``MemoryError``.
+    """
+    try:
+        told = json.loads(os.pread(file, os.fstat(file).st_size - end, end))
+        memory = _map(file, end) if end else None
+    finally:
+        os.close(file)
+    if "error" in told:
+        raise _error(**told)
+    read: dict[int, Tensor] = {}
+
+    def tensor(offset: int, dtype: str, shape: list[int]) -> Tensor:
+        if offset not in read:
+            flat = torch.frombuffer(memory, dtype=_DTYPES[dtype], count=math.prod(shape), offset=offset)
+            read[offset] = flat.view(shape)
+        return read[offset]
+
+    layers = {
+        int(index): LayerAdapter(
+            **{name: LoraWeights(**{part: tensor(*where[part]) for part in _PARTS}) for name, where in layer.items()}
+        )
+        for index, layer in told.pop("layers").items()
+    }
+    ignored = tuple(told.pop("ignored_keys"))
+    return Adapter(path=path, layers=layers, ignored_keys=ignored, **told)
+
+
+class _Tensors:
+    """Where tensors are to lie, and where the last of them ends."""
+
+    def __init__(self) -> None:
+        self.places: dict[tuple[Any, ...], tuple[Tensor, int]] = {}
+        self.end = 0
+
+    def add(self, tensor: Tensor) -> tuple[int, str, list[int]]:
+        """The offset, dtype and shape of ``tensor``; one that was added before has its place already."""
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if key not in self.places:
+            self.places[key] = (tensor, self.end)
+            self.end += max(-(-tensor.nbytes // ALIGNMENT), 1) * ALIGNMENT
+        return self.places[key][1], str(tensor.dtype), list(tensor.shape)
+
+
+def _told_adapter(adapter: Adapter, tensors: _Tensors) -> dict[str, Any]:
+    layers = {
+        index: {name: {part: tensors.add(getattr(weights, part)) for part in _PARTS} for name, weights in layer.items()}
+        for index, layer in adapter.layers.items()
+    }
+    facts = {name: getattr(adapter, name) for name in ("rank", "lora_alpha", "scaling", "ignored_keys")}
+    return {**facts, "layers": layers}
+
+
+def _told_error(error: Exception) -> dict[str, Any]:
+    """``error`` without what it holds on to; one that nobody meant to be told of tells where it came from."""
+    kind = next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS), None)
+    if kind is None:
+        text = f"{type(error).__name__}: {error}"
+        trace = "".join(traceback.format_exception(error))
+        return {"error": None, "arguments": [text], "attributes": {}, "trace": trace}
+    attributes = {name: value for name, value in vars(error).items() if isinstance(value, str | int)}
+    return {"error": kind, "arguments": list(error.args), "attributes": attributes, "trace": ""}
+
+
+def _error(error: str | None, arguments: list[Any], attributes: dict[str, Any], trace: str) -> Exception:
+    kind = RuntimeError if error is None else _ERRORS[error]
+    raised = kind.__new__(kind, *arguments)  # not made by what it says of itself: some take other arguments
+    raised.args = tuple(arguments)
+    vars(raised).update(attributes)
+    if trace:
+        raised.add_note(f"in the process that reads adapters:\n{trace}")
+    return raised
+
+
+def _write(file: int, offset: int, content: memoryview) -> None:
+    done = 0
+    while done < len(content):
+        done += os.pwrite(file, content[done : done + (1 << 30)], offset + done)
+
+
+def _map(file: int, size: int) -> Any:
+    """The first ``size`` bytes of ``file``, until nothing refers to them; unlike ``mmap`` it keeps no descriptor."""
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, file, 0)
+    if address == ctypes.c_void_p(-1).value:
+        raise MemoryError(f"an adapter of {size} bytes cannot be mapped: {os.strerror(ctypes.get_errno())}")
+    memory = (ctypes.c_uint8 * size).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, size).atexit = False
+    return memory
