@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..layer.adapter import Adapter
+from ..layer.adapter import KeptAdapter
 from ..layer.engine import Finished, Forward, LayerBatch
 from ..layer.errors import ConfigurationError, RequestError
 from ..layer.spec import ModelSpec
@@ -203,8 +203,8 @@ class GraphEngine:
         runnable.run(main)
         return runnable
 
-    def install_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Put ``adapter`` into ``slot`` whole, over the copy stream; see ``Engine.install_adapter``."""
+    def install_adapter(self, slot: int, adapter: KeptAdapter) -> None:
+        """Put ``adapter``, best a ``PackedAdapter``, into ``slot``, over the copy stream; see ``Engine``."""
         bank = self._slot_bank(slot)
         self._device.make_current()
         bank.install(slot, adapter)

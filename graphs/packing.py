@@ -40,20 +40,23 @@ class Packed:
         first = self.views[0]
         return len(self.views) * first.itemsize * int(np.prod(first.shape[1:], dtype=np.int64))
 
-    def write(self, start: int, target: Array) -> None:
-        """Lay out experts from ``start`` on in ``target``, bytes ``[experts, expert_bytes]``.
+    @property
+    def identity(self) -> tuple[int, ...]:
+        """What no other has that is laid out from other memory, or otherwise."""
+        return tuple(
+            part for view in self.views for part in (view.__array_interface__["data"][0], *view.shape, *view.strides)
+        )
 
-        numpy does so several times as fast as torch, and once for each view lets other threads run meanwhile.
-        """
-        count, shape = len(target), self.views[0].shape[1:]
-        places = target.view(self.views[0].dtype).reshape(count, *shape, len(self.views))
+    def write(self, target: Array) -> None:
+        """Lay it out in ``target``, bytes ``[E, expert_bytes]``; numpy does so several times as fast as torch."""
+        places = target.view(self.views[0].dtype).reshape(*self.views[0].shape, len(self.views))
         for index, view in enumerate(self.views):
-            np.copyto(places[..., index], view[start : start + count])
+            np.copyto(places[..., index], view)
 
     def tensor(self) -> Tensor:
         """All of it, bf16 ``[E, elements]``, in memory of its own."""
         target = np.empty((self.num_experts, self.expert_bytes), dtype=np.uint8)
-        self.write(0, target)
+        self.write(target)
         return torch.from_numpy(target).view(torch.bfloat16)
 
 

@@ -1,9 +1,10 @@
 """A LoRA adapter after parsing: canonical tensors per layer, whatever layout it was stored in."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Protocol, Self
 
 from torch import Tensor
 
@@ -79,6 +80,36 @@ class LayerAdapter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFacts:
+    """What is told of an adapter, in whatever form it is kept; see ``Adapter``, and ``nbytes`` are those of that form.
+
+    ``layers`` are those that it changes, ascending.
+    """
+
+    path: Path
+    rank: int
+    lora_alpha: float
+    scaling: float
+    max_rank: int
+    layout: AdapterLayout
+    layers: tuple[int, ...]
+    targets: tuple[str, ...]
+    nbytes: int
+    ignored_keys: tuple[str, ...]
+
+
+class KeptAdapter(Protocol):
+    """An adapter as the host keeps it for an engine: an ``Adapter``, or what that engine made of one beforehand."""
+
+    @property
+    def facts(self) -> AdapterFacts:
+        """What is told of it."""
+
+    def at(self, path: Path) -> Self:
+        """The same, told of as lying at ``path``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
     """One parsed and validated adapter: immutable, on the host, ready to be put into a slot.
 
@@ -98,6 +129,26 @@ class Adapter:
     def __post_init__(self) -> None:
         present = {name for layer in self.layers.values() for name, _ in layer.items()}
         object.__setattr__(self, "targets", tuple(p for p in PROJECTIONS if p in present))
+
+    @property
+    def facts(self) -> AdapterFacts:
+        """What is told of it."""
+        return AdapterFacts(
+            path=self.path,
+            rank=self.rank,
+            lora_alpha=self.lora_alpha,
+            scaling=self.scaling,
+            max_rank=self.max_rank,
+            layout=self.layout,
+            layers=tuple(sorted(self.layers)),
+            targets=self.targets,
+            nbytes=self.nbytes,
+            ignored_keys=self.ignored_keys,
+        )
+
+    def at(self, path: Path) -> "Adapter":
+        """The same, told of as lying at ``path``."""
+        return replace(self, path=path)
 
     def _weights(self) -> Iterator[LoraWeights]:
         for layer in self.layers.values():

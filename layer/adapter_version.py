@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from .adapter import Adapter
+from .adapter import KeptAdapter
 from .errors import RequestError
 
 NAME_PATTERN = "[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
@@ -33,7 +33,7 @@ class AdapterVersion:
 
     name: str
     version: int
-    adapter: Adapter
+    adapter: KeptAdapter
     pinned: bool = False
     in_flight: int = 0
     holds: int = 0

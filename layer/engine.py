@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .adapter import Adapter
+from .adapter import KeptAdapter
 from .errors import RequestError
 from .spec import LayerSpec, ModelSpec
 
@@ -167,9 +167,12 @@ class Engine(Protocol):
         Raises ``LayerNotServedError``, ``RequestError``, or ``EngineError``.
         """
 
-    def install_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Put ``adapter`` into ``slot`` whole: the next ``forward`` sees all of it and nothing of
-        what was there. Raises ``AdapterRefusedError`` if its rank exceeds ``max_lora_rank``."""
+    def install_adapter(self, slot: int, adapter: KeptAdapter) -> None:
+        """Put ``adapter``, an ``Adapter`` or what this kind of engine keeps, into ``slot`` whole: the next ``forward``
+        sees all of it and nothing of what was there.
+
+        Raises ``AdapterRefusedError`` if its rank exceeds ``max_lora_rank``.
+        """
 
     def remove_adapter(self, slot: int) -> None:
         """Leave ``slot`` empty; removing from an empty slot does nothing."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .adapter import Adapter, LayerAdapter
+from .adapter import Adapter, KeptAdapter, LayerAdapter
 from .cpu_layer import layer_output
 from .engine import Finished, Forward, LayerBatch
 from .errors import AdapterRefusedError, EngineError, RequestError
@@ -71,11 +71,12 @@ class ReferenceEngine:
             out[start : start + step] = layer_output(spec, weights, part, adapters)
         return out
 
-    def install_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Put ``adapter`` into ``slot``, in place of what is there.
+    def install_adapter(self, slot: int, adapter: KeptAdapter) -> None:
+        """Put ``adapter``, an ``Adapter``, into ``slot``, in place of what is there.
 
         Raises ``AdapterRefusedError`` if its rank exceeds ``max_lora_rank``.
         """
+        assert isinstance(adapter, Adapter)
         if adapter.max_rank > self.max_lora_rank:
             raise AdapterRefusedError("r", f"a rank of at most {self.max_lora_rank}", str(adapter.max_rank))
         self._slots[self._checked(slot)] = adapter

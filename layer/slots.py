@@ -13,7 +13,7 @@ Nothing here locks: all calls come from one thread.
 import itertools
 from collections.abc import Collection, Iterable, Iterator
 
-from .adapter import Adapter
+from .adapter import KeptAdapter
 from .adapter_version import AdapterVersion, check_name
 from .departed import DepartedNames
 from .errors import (
@@ -73,7 +73,7 @@ class AdapterTable:
         except KeyError:
             raise self._not_loaded(name) from None
 
-    def put(self, name: str, adapter: Adapter, *, pinned: bool = False, replace: bool = False) -> AdapterVersion:
+    def put(self, name: str, adapter: KeptAdapter, *, pinned: bool = False, replace: bool = False) -> AdapterVersion:
         """Make ``adapter`` the current version of ``name``; with ``replace`` the old one, if any, is retired.
 
         Beyond ``max_cpu_loras`` the least recently used one that is neither pinned, draining nor in use is

@@ -4,13 +4,12 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from ..layer.adapter import Adapter
+from ..layer.adapter import KeptAdapter
 from ..layer.adapter_version import AdapterVersion, check_name
 from ..layer.errors import (
     AdapterAlreadyLoadedError,
@@ -27,7 +26,7 @@ from .sent_text import utf8
 
 log = logging.getLogger(__name__)
 
-AdapterReader = Callable[[Path, Path], Adapter]
+AdapterReader = Callable[[Path, Path], KeptAdapter]
 """Parses and validates the adapter in a folder, following links no further than below another folder;
 raises ``AdapterError``."""
 
@@ -52,7 +51,7 @@ class AdapterRegistry:
 
     def load_at_start(self, name: str, path: Path) -> AdapterVersion:
         """Load an adapter named on the command line, from anywhere, before the event loop runs."""
-        return self.table.put(name, replaced(self._parse(path, ANYWHERE), path=path))
+        return self.table.put(name, self._parse(path, ANYWHERE).at(path))
 
     async def load(
         self, name: str, sent: str, *, param: str, pinned: bool | None = None, replace: bool = False
@@ -163,24 +162,24 @@ class AdapterRegistry:
 
     def record(self, version: AdapterVersion) -> dict[str, Any]:
         """What is told of a loaded adapter."""
-        adapter = version.adapter
+        facts = version.adapter.facts
         on_gpu = version.ready and self._engine.device.startswith("cuda")
         return {
             "name": version.name,
             "version": version.version,
-            "path": utf8(str(adapter.path)),
-            "rank": adapter.rank,
-            "lora_alpha": adapter.lora_alpha,
-            "scaling": adapter.scaling,
-            "layout": adapter.layout.value,
-            "layers": sorted(adapter.layers),
-            "targets": list(adapter.targets),
-            "bytes": adapter.nbytes,
+            "path": utf8(str(facts.path)),
+            "rank": facts.rank,
+            "lora_alpha": facts.lora_alpha,
+            "scaling": facts.scaling,
+            "layout": facts.layout.value,
+            "layers": list(facts.layers),
+            "targets": list(facts.targets),
+            "bytes": facts.nbytes,
             "resident": "gpu" if on_gpu else "host",
             "slot": version.slot if version.ready else None,
             "in_flight": self.in_flight(version.name),
             "pinned": version.pinned,
-            "ignored_keys": list(adapter.ignored_keys),
+            "ignored_keys": list(facts.ignored_keys),
         }
 
     def close(self) -> None:
@@ -190,7 +189,7 @@ class AdapterRegistry:
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
 
-    def _parse(self, folder: Path, root: Path) -> Adapter:
+    def _parse(self, folder: Path, root: Path) -> KeptAdapter:
         """What the reader reads. Raises ``AdapterCapacityError`` where the host has no memory for it."""
         try:
             return self._read(folder, root)
@@ -199,7 +198,7 @@ class AdapterRegistry:
                 raise
             raise AdapterCapacityError(f"{folder}: the host has too little memory left to load it") from error
 
-    def _read_for_client(self, folder: Path, root: Path, sent: str) -> Adapter:
+    def _read_for_client(self, folder: Path, root: Path, sent: str) -> KeptAdapter:
         """Parse the adapter; what is told of it knows its path as the client wrote it."""
         try:
             adapter = self._parse(folder, root)
@@ -208,7 +207,7 @@ class AdapterRegistry:
             raise
         except OSError as error:
             raise AdapterRefusedError(sent, "files that can be read", error.strerror or "an I/O error") from error
-        return replaced(adapter, path=Path(sent))
+        return adapter.at(Path(sent))
 
 
 def _held(count: int) -> str:

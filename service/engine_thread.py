@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from ..layer.adapter import Adapter
+from ..layer.adapter import KeptAdapter
 from ..layer.engine import Engine, Finished, Forward, LayerBatch
 from ..layer.errors import EngineFailedError
 from .worker import Worker
@@ -97,7 +97,7 @@ class EngineThread:
         else:
             self._caller.give(partial(self._begin, flight))
 
-    def install(self, slot: int, adapter: Adapter, ended: Callable[[Exception | None, float], None]) -> None:
+    def install(self, slot: int, adapter: KeptAdapter, ended: Callable[[Exception | None, float], None]) -> None:
         """Queue that ``adapter`` be put into ``slot``, which no flight may use that is not begun after the end.
 
         ``ended`` is then called off the event loop, with what went wrong, if anything, and how many seconds it took.
@@ -145,7 +145,7 @@ class EngineThread:
         except Exception as error:  # noqa: BLE001 - it is the flight's
             flight.fail(error)
 
-    def _install(self, slot: int, adapter: Adapter, ended: Callable[[Exception | None, float], None]) -> None:
+    def _install(self, slot: int, adapter: KeptAdapter, ended: Callable[[Exception | None, float], None]) -> None:
         started, failed = time.perf_counter(), None
         try:
             self._run(lambda engine: engine.install_adapter(slot, adapter))

@@ -56,7 +56,7 @@ class AdapterState(Collector):
         for name, count in in_flight.items():
             by_name.add_metric([name], count)
         yield by_name
-        sizes = [version.adapter.nbytes for version in table]
+        sizes = [version.adapter.facts.nbytes for version in table]
         yield GaugeMetricFamily("moelet_adapters_loaded", "Adapters that requests may name", value=len(sizes))
         yield GaugeMetricFamily("moelet_adapter_host_bytes", "Host memory that they take", value=sum(sizes))
         resident = sum(version is not None for version in table.slot_table())

@@ -8,19 +8,21 @@ import mmap
 import os
 import traceback
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..graphs.packed import PackedAdapter
 from ..layer import errors
-from ..layer.adapter import Adapter, LayerAdapter, LoraWeights
+from ..layer.adapter import Adapter, AdapterFacts, AdapterLayout, KeptAdapter, LayerAdapter, LoraWeights
 
 ALIGNMENT = 64
 _PARTS = ("a", "b", "scaling", "ranks")
-_DTYPES = {str(dtype): dtype for dtype in (torch.bfloat16, torch.float32, torch.int32)}
+_DTYPES = {str(dtype): dtype for dtype in (torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8)}
 _ERRORS: Mapping[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (MemoryError, OSError, *vars(errors).values())
@@ -32,13 +34,13 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
-def pack(content: Adapter | Exception) -> tuple[int, int]:
+def pack(content: KeptAdapter | Exception) -> tuple[int, int]:
     """A descriptor of a file with ``content``, and how many of its bytes are tensors; what they are follows.
 
     Tensors lie there as they are, each once: whoever gets the file maps it. Raises ``MemoryError``.
     """
     tensors = _Tensors()
-    told = _told_error(content) if isinstance(content, Exception) else _told_adapter(content, tensors)
+    told = _told(content, tensors)
     file = os.memfd_create("moelet-adapter", os.MFD_CLOEXEC)
     try:
         for tensor, offset in tensors.places.values():
@@ -52,7 +54,7 @@ def pack(content: Adapter | Exception) -> tuple[int, int]:
     return file, tensors.end
 
 
-def unpack(file: int, end: int, path: Path) -> Adapter:
+def unpack(file: int, end: int, path: Path) -> KeptAdapter:
     """The adapter that ``pack`` put into ``file``, whose tensors stay mapped while they live; closes ``file``.
 
     Its ``path`` is that given. Raises the error that was packed, and ``MemoryError``.
@@ -69,17 +71,23 @@ def unpack(file: int, end: int, path: Path) -> Adapter:
     def tensor(offset: int, dtype: str, shape: list[int]) -> Tensor:
         if offset not in read:
             flat = torch.frombuffer(memory, dtype=_DTYPES[dtype], count=math.prod(shape), offset=offset)
-            read[offset] = flat.view(shape)
+            read[offset] = flat if len(shape) == 1 else flat.view(shape)
         return read[offset]
 
-    layers = {
-        int(index): LayerAdapter(
-            **{name: LoraWeights(**{part: tensor(*where[part]) for part in _PARTS}) for name, where in layer.items()}
-        )
-        for index, layer in told.pop("layers").items()
-    }
-    ignored = tuple(told.pop("ignored_keys"))
-    return Adapter(path=path, layers=layers, ignored_keys=ignored, **told)
+    return _packed(told, path, tensor) if "facts" in told else _adapter(told, path, tensor)
+
+
+def _told(content: KeptAdapter | Exception, tensors: "_Tensors") -> dict[str, Any]:
+    """What JSON can say of ``content``; its tensors are added to ``tensors``."""
+    match content:
+        case Adapter():
+            return _told_adapter(content, tensors)
+        case PackedAdapter():
+            return _told_packed(content, tensors)
+        case Exception():
+            return _told_error(content)
+        case _:
+            raise TypeError(f"a {type(content).__name__} cannot be carried")
 
 
 class _Tensors:
@@ -105,6 +113,29 @@ def _told_adapter(adapter: Adapter, tensors: _Tensors) -> dict[str, Any]:
     }
     facts = {name: getattr(adapter, name) for name in ("rank", "lora_alpha", "scaling", "ignored_keys")}
     return {**facts, "layers": layers}
+
+
+def _adapter(told: dict[str, Any], path: Path, tensor: Callable[..., Tensor]) -> Adapter:
+    layers = {
+        int(index): LayerAdapter(
+            **{name: LoraWeights(**{part: tensor(*where[part]) for part in _PARTS}) for name, where in layer.items()}
+        )
+        for index, layer in told.pop("layers").items()
+    }
+    return Adapter(path=path, layers=layers, ignored_keys=tuple(told.pop("ignored_keys")), **told)
+
+
+def _told_packed(adapter: PackedAdapter, tensors: _Tensors) -> dict[str, Any]:
+    facts = {**asdict(adapter.facts), "path": None}
+    return {"facts": facts, "content": tensors.add(adapter.content), "runs": tensors.add(adapter.runs)}
+
+
+def _packed(told: dict[str, Any], path: Path, tensor: Callable[..., Tensor]) -> PackedAdapter:
+    facts: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in told["facts"].items()
+    }
+    facts |= {"path": path, "layout": AdapterLayout(facts["layout"])}
+    return PackedAdapter(facts=AdapterFacts(**facts), content=tensor(*told["content"]), runs=tensor(*told["runs"]))
 
 
 def _told_error(error: Exception) -> dict[str, Any]:

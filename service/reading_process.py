@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import torch
 
-from ..layer.adapter import Adapter
+from ..layer.adapter import KeptAdapter
 from . import parcels
 from .adapters import AdapterReader
 
@@ -29,14 +29,15 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class ReadingProcess:
-    """``read``, but in a process beside this one; forked when made, which is best before threads are started.
+    """Readers of adapters in a process beside this one; forked when made, which is best before threads are started.
 
-    Where the process dies over an adapter that load fails, and the next one finds another: what is forked here does
-    nothing but start readers, each as new as itself. For one thread at a time.
+    ``way`` says which of ``ways`` reads. Where the process dies over an adapter that load fails, and the next one finds
+    another: what is forked here does nothing but start readers, each as new as itself. For one thread at a time.
     """
 
-    def __init__(self, read: AdapterReader) -> None:
-        self._read = read
+    def __init__(self, *ways: AdapterReader) -> None:
+        self.way = 0
+        self._ways = ways
         self._gone = False
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         service = os.getpid()
@@ -45,22 +46,22 @@ class ReadingProcess:
             self._pid = os.fork()
         if self._pid == 0:
             self._socket.close()
-            _run(partial(_supervise, theirs, read), service)
+            _run(partial(_supervise, theirs, ways), service)
         theirs.close()
 
-    def __call__(self, folder: Path, root: Path) -> Adapter:
-        """What ``read`` gives. Raises what that does, and ``MemoryError`` where the process was killed over it."""
+    def __call__(self, folder: Path, root: Path) -> KeptAdapter:
+        """What the reader gives. Raises what it does, and ``MemoryError`` where the process was killed over it."""
         if not self._gone:
             try:
                 return self._ask(folder, root)
             except (ConnectionError, EOFError):
                 self._gone = True
                 log.error("the process that reads adapters is gone: the service reads them itself from here on")
-        return self._read(folder, root)
+        return self._ways[self.way](folder, root)
 
-    def _ask(self, folder: Path, root: Path) -> Adapter:
+    def _ask(self, folder: Path, root: Path) -> KeptAdapter:
         self._forget_deaths()
-        self._socket.send(b"\0".join(os.fsencode(path) for path in (folder, root)))
+        self._socket.send(b"\0".join([b"%d" % self.way, *(os.fsencode(path) for path in (folder, root))]))
         answer, files, _, _ = socket.recv_fds(self._socket, LONGEST_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
         if files:
             return parcels.unpack(files[0], int(answer), folder)
@@ -99,12 +100,12 @@ def _run(work: Callable[[], None], parent: int) -> NoReturn:
         os._exit(code)
 
 
-def _supervise(connection: socket.socket, read: AdapterReader) -> None:
+def _supervise(connection: socket.socket, ways: Sequence[AdapterReader]) -> None:
     """Start readers until one ends in peace, which the service's end of ``connection`` being closed makes it do."""
     while True:
         supervisor = os.getpid()
         if (pid := os.fork()) == 0:
-            _run(partial(_serve, connection, read), supervisor)
+            _run(partial(_serve, connection, ways), supervisor)
         _, status = os.waitpid(pid, 0)
         if status == 0:
             return
@@ -115,14 +116,14 @@ def _killed(number: int) -> bytes:
     return f"killed by signal {int(number)}".encode()
 
 
-def _serve(connection: socket.socket, read: AdapterReader) -> None:
+def _serve(connection: socket.socket, ways: Sequence[AdapterReader]) -> None:
     """Read adapters until nobody can ask any more."""
     _prefer_as_victim()
     torch.set_num_threads(1)
     trim = ctypes.CDLL(None).malloc_trim
     while message := connection.recv(LONGEST_MESSAGE):
-        folder, root = (Path(os.fsdecode(path)) for path in message.split(b"\0"))
-        file, end = _outcome(partial(read, folder, root))
+        way, *paths = message.split(b"\0")
+        file, end = _outcome(partial(ways[int(way)], *(Path(os.fsdecode(path)) for path in paths)))
         try:
             socket.send_fds(connection, [str(end).encode()], [file])
         finally:
@@ -130,7 +131,7 @@ def _serve(connection: socket.socket, read: AdapterReader) -> None:
         trim(0)  # what an adapter took, which may be gigabytes, is the host's again
 
 
-def _outcome(work: Callable[[], Adapter]) -> tuple[int, int]:
+def _outcome(work: Callable[[], KeptAdapter]) -> tuple[int, int]:
     """What ``work`` gives, or the error it ends in, as ``parcels.pack`` puts it."""
     try:
         return parcels.pack(work())

@@ -148,11 +148,11 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def read_beside(processes: ExitStack, read: AdapterReader) -> AdapterReader:
-    """``read`` in a process of its own, of which this one feels nothing, until ``processes`` are closed."""
+def read_beside(processes: ExitStack, *ways: AdapterReader) -> ReadingProcess | None:
+    """A process for reading adapters in ``ways``, of which this one feels nothing, until ``processes`` are closed."""
     if sys.platform != "linux":
-        return read
-    reading = ReadingProcess(read)
+        return None
+    reading = ReadingProcess(*ways)
     processes.callback(reading.close)
     return reading
 

@@ -7,19 +7,21 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ..graphs.packed import PackedAdapter, Packer
 from ..layer.adapter import Adapter
 from ..layer.adapter_loading import load_adapter
 from ..layer.adapter_version import check_name
 from ..layer.checkpoint import open_checkpoint
 from ..layer.demo import NAME, write_demo
 from ..layer.errors import AdapterError, ConfigurationError
-from ..layer.spec import ranges
+from ..layer.spec import ModelSpec, ranges
 from .adapter_roots import AdapterRoots
 from .adapters import AdapterReader
 from .engine_thread import EngineThread
 from .engines import choose_device, open_engine
 from .limits import MIB, Limits
 from .progress import shown, steps
+from .reading_process import ReadingProcess
 from .service import MoeService
 from .settings import Settings, unknown_variables
 
@@ -57,9 +59,9 @@ def sources(settings: Settings) -> Sources:
     return Sources(demo.checkpoint, tuple(adapters.items()), (cache, *settings.adapter_root))
 
 
-def open_service(settings: Settings, beside: Callable[[AdapterReader], AdapterReader] | None = None) -> MoeService:
-    """Load everything that ``settings`` name; adapters by what ``beside`` makes of what reads them, where clients may
-    load any. It is called before there are other threads, and before a GPU is in use.
+def open_service(settings: Settings, beside: Callable[..., ReadingProcess | None] | None = None) -> MoeService:
+    """Load everything that ``settings`` name; adapters by what ``beside`` makes of those that read them, where clients
+    may load any. It is called before there are other threads, and before a GPU is in use.
 
     Raises ``MoeletError``: one sentence for who started it.
     """
@@ -78,16 +80,19 @@ def open_service(settings: Settings, beside: Callable[[AdapterReader], AdapterRe
         log.info("checkpoint: %s", note)
     model = checkpoint.model
 
-    def read(folder: Path, root: Path) -> Adapter:
-        return load_adapter(folder, model, max_rank=settings.max_lora_rank, root=root)
-
-    reader = beside(read) if beside is not None and found.roots else read
+    readers = readers_of(settings, model)
+    reading = beside(*readers) if beside is not None and found.roots else None
     device = choose_device(settings.device)
     if device == "cpu" and settings.changed_gpu_options:
         log.warning("serving on the CPU, where %s does nothing", " and ".join(settings.changed_gpu_options))
+    way = int(device != "cpu")
+    if reading is not None:
+        reading.way = way
     with shown() as report:
         engine = EngineThread(partial(open_engine, settings, device, checkpoint, report))
-        service = MoeService(engine, roots, reader, max_cpu_loras=settings.max_cpu_loras, limits=limits_of(settings))
+        service = MoeService(
+            engine, roots, reading or readers[way], max_cpu_loras=settings.max_cpu_loras, limits=limits_of(settings)
+        )
         try:
             for name, path in steps(found.adapters, "loading adapters", report):
                 load_at_start(service, name, path)
@@ -96,6 +101,19 @@ def open_service(settings: Settings, beside: Callable[[AdapterReader], AdapterRe
             raise
     log.info("layers %s of %s on %s", ranges(model.layers), model.name, device)
     return service
+
+
+def readers_of(settings: Settings, model: ModelSpec) -> tuple[AdapterReader, AdapterReader]:
+    """What reads an adapter as the CPU keeps it, and what packs it besides, as a GPU does."""
+    packer = Packer.of(model, max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank)
+
+    def read(folder: Path, root: Path) -> Adapter:
+        return load_adapter(folder, model, max_rank=settings.max_lora_rank, root=root)
+
+    def read_packed(folder: Path, root: Path) -> PackedAdapter:
+        return packer.pack(read(folder, root))
+
+    return read, read_packed
 
 
 def limits_of(settings: Settings) -> Limits:

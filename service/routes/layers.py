@@ -23,6 +23,6 @@ async def models(request: Request) -> ModelList:
     base = utf8(service.model.name)
     cards = [ModelCard(id=base, created=service.created, root=utf8(str(service.model.path)), parent=None)]
     for version in service.adapters.table:
-        root = utf8(str(version.adapter.path))
+        root = utf8(str(version.adapter.facts.path))
         cards.append(ModelCard(id=version.name, created=service.created, root=root, parent=base))
     return ModelList(data=cards)

@@ -1,0 +1,126 @@
+"""An adapter packed whole: the bytes of a slot, one behind the other, and where each of them goes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..layer.adapter import Adapter, AdapterFacts
+from ..layer.layout import round_up
+from ..layer.spec import LayerSpec, ModelSpec
+from .geometry import Geometry
+from .packing import Array, Piece, entries, pieces
+
+ENTRIES = "lora"
+"""The slots' tables, by the name that a layer's head has for them."""
+SLABS = ("lora_a_gate_up", "lora_b_gate_up", "lora_a_down", "lora_b_down", ENTRIES)
+ALIGNMENT = 256
+
+
+class Run(NamedTuple):
+    """Rows of bytes that go to one slab of a slot: ``width`` bytes of each of ``rows`` experts.
+
+    ``layer``   the layer's number
+    ``slab``    which of ``SLABS``
+    ``offset``  where the first row goes, in bytes from the start of the slot's part of the slab
+    ``place``   where the rows lie in the content, one behind the other
+    """
+
+    layer: int
+    slab: int
+    offset: int
+    place: int
+    width: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedAdapter:
+    """An adapter as the GPU's slots hold it: ``content`` bytes, ``runs`` int64 ``[n, 6]``, a ``Run`` each.
+
+    Tables come last, one for each layer served. Nothing is packed twice: runs may share their content.
+    """
+
+    facts: AdapterFacts
+    content: Tensor
+    runs: Tensor
+
+    def at(self, path: Path) -> "PackedAdapter":
+        """The same, told of as lying at ``path``."""
+        return replace(self, facts=replace(self.facts, path=path))
+
+
+class Packer:
+    """Packs adapters for the slots of ``layers``: of each its spec and geometry."""
+
+    def __init__(self, layers: Mapping[int, tuple[LayerSpec, Geometry]]) -> None:
+        self._layers = layers
+
+    @classmethod
+    def of(cls, model: ModelSpec, *, max_loras: int, max_lora_rank: int) -> "Packer":
+        """For an engine that serves ``model`` with such slots."""
+
+        def geometry(spec: LayerSpec) -> Geometry:
+            # what weights and router are made of makes no difference to slots
+            return Geometry.of(spec, router_fp32=False, max_loras=max_loras, max_lora_rank=max_lora_rank)
+
+        return cls({index: (spec, geometry(spec)) for index, spec in model.layers.items()})
+
+    def pack(self, adapter: Adapter) -> PackedAdapter:
+        """``adapter``, whose tensors can be let go of then. Its ranks must fit the slots."""
+        draft = _Draft()
+        for index, (spec, geometry) in self._layers.items():
+            part = adapter.layers.get(index)
+            for piece in pieces(part, spec, geometry) if part is not None else ():
+                draft.add_piece(index, piece, geometry.slab_bytes[piece.slab])
+        for index, (spec, geometry) in self._layers.items():
+            draft.add_table(index, entries(adapter.layers.get(index), spec, geometry))
+        content = draft.content()
+        runs = torch.from_numpy(np.array(draft.runs, dtype=np.int64).reshape(-1, len(Run._fields)))
+        facts = replace(adapter.facts, nbytes=content.nbytes + runs.nbytes)
+        return PackedAdapter(facts=facts, content=content, runs=runs)
+
+
+class _Draft:
+    """Runs as they are found, and what is to be written for them."""
+
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+        self._writes: list[tuple[int, Piece | Array]] = []
+        self._places: dict[tuple[int, ...], int] = {}
+        self._end = 0
+
+    def add_piece(self, layer: int, piece: Piece, pitch: int) -> None:
+        """``piece`` goes to its slab of ``layer``, which has an expert every ``pitch`` bytes."""
+        packed = piece.packed
+        place = self._places.get(packed.identity)
+        if place is None:
+            place = self._places[packed.identity] = self._take(packed.num_experts * packed.expert_bytes, piece)
+        offset = piece.offset + piece.first_expert * pitch
+        self.runs.append(Run(layer, SLABS.index(piece.slab), offset, place, packed.expert_bytes, packed.num_experts))
+
+    def add_table(self, layer: int, table: Array) -> None:
+        """``table`` is that of the slot in ``layer``."""
+        self.runs.append(Run(layer, SLABS.index(ENTRIES), 0, self._take(table.nbytes, table), table.nbytes, 1))
+
+    def content(self) -> Tensor:
+        """All bytes, uint8, zero where nothing lies."""
+        content = np.zeros(self._end, dtype=np.uint8)
+        for place, source in self._writes:
+            if isinstance(source, Piece):
+                packed = source.packed
+                size = packed.num_experts * packed.expert_bytes
+                packed.write(content[place : place + size].reshape(packed.num_experts, packed.expert_bytes))
+            else:
+                content[place : place + source.nbytes] = source.view(np.uint8)
+        return torch.from_numpy(content)
+
+    def _take(self, num_bytes: int, source: Piece | Array) -> int:
+        place = self._end
+        self._writes.append((place, source))
+        self._end = round_up(place + num_bytes, ALIGNMENT)
+        return place
