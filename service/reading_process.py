@@ -24,6 +24,8 @@ NAME = b"moelet-adapters"
 LONGEST_MESSAGE = 1 << 16
 OOM_SCORE = b"500"
 """Where the host runs out of memory, a load should fail and not the service."""
+NICENESS = 5
+"""Where there are few cores, forwards go first."""
 _SET_DEATH_SIGNAL, _SET_NAME = 1, 15
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -43,8 +45,8 @@ class ReadingProcess:
         service = os.getpid()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which numpy's library has, and guards
-            self._pid = os.fork()
-        if self._pid == 0:
+            self.pid = os.fork()
+        if self.pid == 0:
             self._socket.close()
             _run(partial(_supervise, theirs, ways), service)
         theirs.close()
@@ -79,7 +81,7 @@ class ReadingProcess:
     def close(self) -> None:
         """End the process."""
         self._socket.close()
-        os.waitpid(self._pid, 0)
+        os.waitpid(self.pid, 0)
 
 
 def _run(work: Callable[[], None], parent: int) -> NoReturn:
@@ -119,6 +121,7 @@ def _killed(number: int) -> bytes:
 def _serve(connection: socket.socket, ways: Sequence[AdapterReader]) -> None:
     """Read adapters until nobody can ask any more."""
     _prefer_as_victim()
+    os.nice(NICENESS)
     torch.set_num_threads(1)
     trim = ctypes.CDLL(None).malloc_trim
     while message := connection.recv(LONGEST_MESSAGE):

@@ -1,0 +1,188 @@
+"""The process that reads adapters: what it gives is what reading here gives, errors too, and no death of it is felt."""
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moelet.graphs.packed import PackedAdapter, Packer
+from moelet.layer.adapter import Adapter
+from moelet.layer.adapter_loading import load_adapter
+from moelet.layer.checkpoint import open_checkpoint
+from moelet.layer.demo import write_demo
+from moelet.layer.errors import AdapterNotFoundError, AdapterRefusedError
+from moelet.layer.spec import ModelSpec
+from moelet.service.reading_process import ReadingProcess
+
+HERE = Path("here")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_demo(tmp_path_factory.mktemp("demo")).checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> ModelSpec:
+    return open_checkpoint(folder).model
+
+
+class Reader:
+    """Reads an adapter, or does what the folder's name says."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        self.model = model
+        self.packer = Packer.of(model, max_loras=2, max_lora_rank=16)
+
+    def __call__(self, folder: Path, root: Path) -> Adapter:
+        match folder.name:
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "crash":
+                os.kill(os.getpid(), signal.SIGUSR2)
+            case "memory":
+                raise MemoryError("too much")
+            case "unreadable":
+                raise PermissionError(13, "Permission denied")
+            case "wrong":
+                raise KeyError("a fault of ours")
+        return load_adapter(folder, self.model, max_rank=8, root=root)
+
+    def packed(self, folder: Path, root: Path) -> PackedAdapter:
+        return self.packer.pack(self(folder, root))
+
+
+@pytest.fixture(scope="module")
+def reader(model: ModelSpec) -> Reader:
+    return Reader(model)
+
+
+@pytest.fixture
+def reading(reader: Reader) -> Iterator[ReadingProcess]:
+    process = ReadingProcess(reader, reader.packed)
+    yield process
+    process.close()
+
+
+def child_of(pid: int) -> int:
+    """The one child of process ``pid``, once there is one."""
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        if found := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            return int(found[0])
+        time.sleep(0.01)
+    raise AssertionError("there is no child")
+
+
+@pytest.mark.parametrize("name", ["demo-a", "demo-b"])
+def test_an_adapter_is_the_one_that_is_read_here(
+    reading: ReadingProcess, reader: Reader, folder: Path, name: str
+) -> None:
+    here, there = reader(folder / name, folder), reading(folder / name, folder)
+    assert isinstance(there, Adapter)
+    assert there.facts == here.facts
+    for index, layer in here.layers.items():
+        assert [name for name, _ in there.layers[index].items()] == [name for name, _ in layer.items()]
+        for (_, mine), (_, theirs) in zip(layer.items(), there.layers[index].items(), strict=True):
+            for part in ("a", "b", "scaling", "ranks"):
+                assert torch.equal(getattr(theirs, part), getattr(mine, part))
+
+
+@pytest.mark.parametrize("name", ["demo-a", "demo-b"])
+def test_a_packed_adapter_is_the_one_that_is_packed_here(
+    reading: ReadingProcess, reader: Reader, folder: Path, name: str
+) -> None:
+    reading.way = 1
+    here, there = reader.packed(folder / name, folder), reading(folder / name, folder)
+    assert isinstance(there, PackedAdapter)
+    assert there.facts == here.facts
+    assert torch.equal(there.content, here.content)
+    assert torch.equal(there.runs, here.runs)
+    assert there.at(HERE).facts == replace(here.facts, path=HERE)
+
+
+def test_loads_leave_no_descriptor_and_no_mapping(reading: ReadingProcess, folder: Path) -> None:
+    def mappings() -> int:
+        return Path("/proc/self/maps").read_text().count("moelet-adapter")
+
+    held = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    adapters = [reading(folder / "demo-a", folder) for _ in range(5)]
+    assert len(os.listdir("/proc/self/fd")) == held  # noqa: PTH208
+    assert mappings() > 0
+    del adapters
+    assert mappings() == 0
+
+
+def test_errors_are_those_of_reading_here(reading: ReadingProcess, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        AdapterNotFoundError, match=f"^no adapter found at {tmp_path}/nowhere: there is no such folder$"
+    ):
+        reading(tmp_path / "nowhere", tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "bias": "all"}')
+    with pytest.raises(AdapterRefusedError) as refused:
+        reading(tmp_path, tmp_path)
+    assert (refused.value.key, refused.value.expected, refused.value.found) == ("bias", "null or 'none'", "'all'")
+    assert str(refused.value) == "bias: expected null or 'none', found 'all'"
+    with pytest.raises(PermissionError) as denied:
+        reading(folder / "unreadable", folder)
+    assert (denied.value.errno, denied.value.strerror) == (13, "Permission denied")
+    with pytest.raises(MemoryError, match="too much"):
+        reading(folder / "memory", folder)
+    with pytest.raises(RuntimeError, match="KeyError: 'a fault of ours'") as fault:
+        reading(folder / "wrong", folder)
+    assert "raise KeyError" in fault.value.__notes__[0]
+    assert reading(folder / "demo-a", folder).facts.rank == 8
+
+
+def test_a_reader_that_dies_fails_its_load_alone(reading: ReadingProcess, folder: Path) -> None:
+    with pytest.raises(MemoryError, match=r"was killed by signal 9 while it read .*die"):
+        reading(folder / "die", folder)
+    assert reading(folder / "demo-a", folder).facts.rank == 8
+    with pytest.raises(RuntimeError, match="was killed by signal 12"):
+        reading(folder / "crash", folder)
+    assert reading(folder / "demo-b", folder).facts.rank == 4
+
+
+def test_a_reader_that_dies_in_between_is_not_missed(reading: ReadingProcess, folder: Path) -> None:
+    first = child_of(reading.pid)
+    os.kill(first, signal.SIGKILL)
+    while child_of(reading.pid) == first:
+        time.sleep(0.01)
+    assert reading(folder / "demo-a", folder).facts.rank == 8
+
+
+def test_without_its_process_the_service_reads_itself(
+    reading: ReadingProcess, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.kill(reading.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, reading.pid, os.WEXITED | os.WNOWAIT)
+    with caplog.at_level(logging.ERROR):
+        assert [reading(folder / name, folder).facts.rank for name in ("demo-a", "demo-b")] == [8, 4]
+    assert [record.message for record in caplog.records] == [
+        "the process that reads adapters is gone: the service reads them itself from here on"
+    ]
+
+
+def test_closing_ends_every_process(reader: Reader, folder: Path) -> None:
+    process = ReadingProcess(reader)
+    process(folder / "demo-a", folder)
+    child = child_of(process.pid)
+    process.close()
+    for pid in (process.pid, child):
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_reader_ends_with_what_started_it(reading: ReadingProcess) -> None:
+    """However suddenly that goes."""
+    child = child_of(reading.pid)
+    os.kill(reading.pid, signal.SIGKILL)
+    until = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and "State:\tZ" not in Path(f"/proc/{child}/status").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.01)
