@@ -13,7 +13,7 @@ from ..layer.adapter_loading import load_adapter
 from ..layer.adapter_version import check_name
 from ..layer.checkpoint import open_checkpoint
 from ..layer.demo import NAME, write_demo
-from ..layer.errors import AdapterError, ConfigurationError
+from ..layer.errors import AdapterError, ConfigurationError, MoeletError
 from ..layer.spec import ModelSpec, ranges
 from .adapter_roots import AdapterRoots
 from .adapters import AdapterReader
@@ -75,11 +75,14 @@ def open_service(settings: Settings, beside: Callable[..., ReadingProcess | None
             f"--max-cpu-loras {settings.max_cpu_loras} is too few: {wanted} adapters load at start"
         )
     roots = AdapterRoots(found.roots)
-    checkpoint = open_checkpoint(found.checkpoint, layers=settings.layers, name=settings.served_model_name)
+    try:
+        checkpoint = open_checkpoint(found.checkpoint, layers=settings.layers, name=settings.served_model_name)
+    except MoeletError:
+        choose_device(settings.device)  # a device that cannot be used is told of first
+        raise
     for note in checkpoint.notes:
         log.info("checkpoint: %s", note)
     model = checkpoint.model
-
     readers = readers_of(settings, model)
     reading = beside(*readers) if beside is not None and found.roots else None
     device = choose_device(settings.device)
