@@ -4,7 +4,8 @@ A ``moelet serve`` process on loopback has more adapters than slots, and more na
 forwards of every size, leave, read slowly, hurry, and send what is not finite, while others load, replace and unload.
 Each answer must be that of the versions it names: bit for bit that of the reference engine on the CPU; on a GPU bit
 for bit what the same tokens gave when nothing else ran, which is held to float64 by the rule of the tests. In the end
-every counter is zero. Then 16 tokens at a time are timed, first in quiet, then while adapters are replaced.
+every counter is zero. Then 16 tokens at a time are timed, first in quiet, then while a process of its own replaces
+adapters and uses them.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from .null_service import echo
 from .report import Results, Row, host_circumstances
 from .served import Served, served
 from .soak_clients import Asking, Changing, Findings, Registry
+from .soak_swapper import swapping
 from .soak_truth import ROWS, Truth
 
 TIMED_TOKENS = 16
@@ -149,23 +151,28 @@ class Soak:
         caller.drop()
 
     async def _timed(self, phase: str) -> Row:
-        """Times of 16 tokens with the same few adapters, in quiet or while others are replaced and used."""
-        until, findings, seconds = after(self._chosen.seconds / 4), Findings(), list[float]()
+        """Times of 16 tokens with the same few adapters, in quiet or while another process replaces and uses others."""
+        findings, seconds = Findings(), list[float]()
         steady, swapped = self._names[:2], self._names[2:4]
         changer = self._changers(findings, self._names)[0]
         for number, name in enumerate((*steady, *swapped)):
             await changer.load(name, number)
-        findings.counts.clear()
-        tasks = [self._time(steady, seconds, until) for _ in range(TIMED_CLIENTS)]
-        loads = 0 if phase == "quiet" else 1
-        if loads:
-            tasks.append(self._swap(changer, swapped, until))
-        async with asyncio.timeout(self._chosen.seconds + PATIENCE_S):
-            await asyncio.gather(*tasks)
         changer.close()
         assert findings.wrongs == [], findings.wrongs[:5]
-        swaps = sum(n for what, n in findings.counts.items() if what.startswith("load"))
-        return {"phase": phase, "requests": len(seconds), "tokens": TIMED_TOKENS, "loads": swaps, **latency(seconds)}
+        loads = 0
+        async with asyncio.timeout(self._chosen.seconds + PATIENCE_S):
+            if phase == "quiet":
+                await self._time_all(steady, seconds)
+            else:
+                hidden = self._truth.inputs.hidden.shape[1]
+                async with swapping(self._server.port, hidden, swapped, self._truth.adapter_folders) as swapper:
+                    await self._time_all(steady, seconds)
+                loads = swapper.loads
+        return {"phase": phase, "requests": len(seconds), "tokens": TIMED_TOKENS, "loads": loads, **latency(seconds)}
+
+    async def _time_all(self, names: Sequence[str], seconds: list[float]) -> None:
+        until = after(self._chosen.seconds / 4)
+        await asyncio.gather(*(self._time(names, seconds, until) for _ in range(TIMED_CLIENTS)))
 
     async def _time(self, names: Sequence[str], seconds: list[float], until: Callable[[], bool]) -> None:
         caller, rows = Caller(self._server.port), list(range(TIMED_TOKENS))
@@ -176,17 +183,6 @@ class Soak:
             seconds.append(time.perf_counter() - began)
             assert answer.status == 200, answer.text
             assert self._truth.agrees((0, False), rows, [0, 1, -1, -1] * 4, answer.output)  # type: ignore[arg-type]
-        caller.drop()
-
-    async def _swap(self, changer: Changing, names: Sequence[str], until: Callable[[], bool]) -> None:
-        """Replace an adapter and use it, so that it is put into a slot, again and again."""
-        caller, number = Caller(self._server.port), 0
-        hidden = self._truth.inputs.hidden[:1]
-        while not until():
-            name, number = names[number % len(names)], number + 1
-            await changer.load(name, number % len(self._truth.adapter_folders))
-            answer = await caller.call(inference(0, {"hidden_states": hidden}, [name]))
-            assert answer.status == 200, answer.text
         caller.drop()
 
 
