@@ -70,7 +70,7 @@ def test_a_service_that_ends_answers_what_it_has(open_engine: OpenEngine, body: 
         client.sendall(sent[cut:])
         [(told, headers, _)] = answers(until_closed(client))
         assert (told, headers["connection"]) == (status, "close")
-        ended.result(2)
+        ended.result(4)
 
 
 @pytest.mark.parametrize("arriving", [False, True])
