@@ -43,9 +43,9 @@ def serve(settings: Settings) -> int:
     Raises ``MoeletError`` for whatever stands in the way of starting, before the port opens.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    torch.set_grad_enabled(False)  # of this thread, which makes a view or two of every request
-    with exit_on_signal(), ExitStack() as processes, bound(settings) as listener:
-        service = open_service(settings, partial(read_beside, processes))
+    with exit_on_signal(), ExitStack() as ending, bound(settings) as listener:
+        ending.enter_context(torch.no_grad())  # in this thread, which makes a view or two of every request
+        service = open_service(settings, partial(read_beside, ending))
         app = create_app(service, max_body_bytes=int(settings.max_body_mb * MIB), keys=keys_of(settings))
         metrics = service.metrics
         config = http_config(

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.core import Metric
 
 from moelet.service.v2.direct import DirectInference
-from raw_http import answers, spoken
+from raw_http import answered, answers, connected, spoken, until_closed
 from running_service import OpenEngine, RunningService, hidden_states, running
 from v2_wire import request
 
@@ -86,6 +86,18 @@ class Pair:
     def same(self, *parts: bytes, pause_s: float = 0.0) -> Answers:
         """What both answer to ``parts``, which end the connection."""
         return self.of_both(lambda service: spoken(service, _paused(parts, pause_s)))
+
+    def same_behind(self, first: bytes, *parts: bytes) -> Answers:
+        """What both answer to ``first``, and then to ``parts``: those are sent once that is answered."""
+
+        def act(service: RunningService) -> bytes:
+            with connected(service) as client:
+                said = answered(client, first)
+                for part in parts:
+                    client.sendall(part)
+                return said + until_closed(client)
+
+        return self.of_both(act)
 
     def of_both(self, act: Callable[[RunningService], bytes]) -> Answers:
         """What both say to what ``act`` does: the same, also by what they count."""

@@ -127,14 +127,14 @@ def test_what_is_not_plain_is_left_to_the_application(pair: Pair, name: str) -> 
     """Also behind a request that was not, and with bytes behind it that are none of its own."""
     pair.same(LEFT[name], LAST)
     assert pair.begun == []
-    pair.same(asking(2), LEFT[name], LAST, pause_s=0.02)
+    pair.same_behind(asking(2), LEFT[name] + LAST)
     assert pair.begun == [True]
 
 
 @pytest.mark.parametrize("name", FAULTY)
 def test_a_fault_is_told_in_the_application_s_words_and_counted_once(pair: Pair, name: str) -> None:
-    (status, headers, body), *_ = pair.same(FAULTY[name], asking(1), LAST)
-    assert pair.begun[-1] is (True if name.startswith("timeout") else pair.begun[-1])
+    (status, headers, body), *_ = pair.same_behind(FAULTY[name], asking(1) + LAST)
+    assert pair.begun == [name.startswith("timeout"), True]
     if status != 200:
         assert set(json.loads(body)) == {"error"}
     assert len(headers["x-request-id"]) == 32
@@ -238,5 +238,5 @@ def test_on_asyncio_s_own_loop(open_engine: OpenEngine) -> None:
         sent = [TAKEN[name] for name in names] + [FAULTY["no JSON"], READY, *LEFT.values()][:8]
         pair.same(b"".join(TAKEN[name] for name in names) * 20 + LAST)
         for request_ in sent:
-            pair.same(asking(1), request_[:300], request_[300:], LAST, pause_s=0.01)
+            pair.same_behind(asking(1), request_ + LAST)
         assert any(pair.begun)

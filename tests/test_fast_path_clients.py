@@ -10,7 +10,7 @@ import pytest
 
 from fast_requests import Pair, asking, counted, eventually, paired
 from moelet.service.limits import Limits
-from raw_http import connected, until_closed
+from raw_http import answered, connected, until_closed
 from running_service import OpenEngine, RunningService
 
 TIMEOUT_S, KEEP_ALIVE_S = 0.8, 1
@@ -37,8 +37,7 @@ def test_a_connection_ends_when_it_has_rested_for_long_enough_and_not_before(has
     """After each of several answers on the way past the application, and with one through it between them."""
     with connected(hasty.fast) as client:
         for sent in (asking(1), asking(2), b"GET /ready HTTP/1.1\r\n\r\n", asking(3), asking(1)):
-            client.sendall(sent)
-            assert client.recv(65536).startswith(b"HTTP/1.1 200 OK\r\n")
+            assert answered(client, sent).startswith(b"HTTP/1.1 200 OK\r\n")
             rested = time.monotonic()
             time.sleep(0.45 * KEEP_ALIVE_S)
         assert until_closed(client) == b""

@@ -17,7 +17,7 @@ from moelet.layer.errors import EngineError, EngineFailedError
 from moelet.service.fast_path import FastPathProtocol
 from moelet.service.limits import Limits
 from moelet.service.request_id import current_request_id
-from raw_http import LAST, answers, connected, until_closed
+from raw_http import LAST, answered, answers, connected, until_closed
 from running_service import OpenEngine, RunningService, hidden_states, running
 from v2_wire import request
 
@@ -85,8 +85,7 @@ def test_no_forward_is_begun_where_none_is_taken(quiet: Pair, arriving: bool) ->
                 assert service.engine.waiting.wait(10)
             eventually(lambda: service.service.metrics._queue.requests() == 3)
             with connected(service) as client:
-                client.sendall(sent[: sent.index(b"\r\n\r\n") + 10] if arriving else sent)
-                said = client.recv(65536)
+                said = answered(client, sent[: sent.index(b"\r\n\r\n") + 10] if arriving else sent)
         eventually(lambda: service.service.lifecycle.in_flight == 0)
         return said
 
