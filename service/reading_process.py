@@ -1,6 +1,7 @@
 """A process of its own for reading adapters, so that the interpreter that answers requests has no part in that."""
 
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -120,6 +121,7 @@ def _killed(number: int) -> bytes:
 
 def _serve(connection: socket.socket, ways: Sequence[AdapterReader]) -> None:
     """Read adapters until nobody can ask any more."""
+    gc.freeze()
     _prefer_as_victim()
     os.nice(NICENESS)
     torch.set_num_threads(1)
