@@ -1,11 +1,11 @@
 """What batches are like: how full, how padded, captured or eager, and where their time goes."""
 
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .batch import Batch
+from .engine_thread import FlightTimes
 from .tallies import Counts, Distribution
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -57,14 +57,13 @@ class BatchTallies:
             self.replays.add(str(shapes[place]))
             self.padding.add(amount=shapes[place] - batch.num_tokens)
 
-    def ended(self, batch: Batch) -> None:
-        """Count the time of a batch, if it was computed; its forwards have their outputs now."""
-        times, done = batch.times, time.perf_counter()
+    def ended(self, times: FlightTimes, answered: float) -> None:
+        """Count the times of a batch, if it was computed; ``answered`` by ``time.perf_counter``."""
         if not times.ended:
             return
         begun = times.started if self._computes_at_once else times.begun
         if not self._computes_at_once:
             self.copy_in_seconds.observe(begun - times.started)
         self.compute_seconds.observe(times.ended - begun)
-        self.copy_out_seconds.observe(done - times.ended)
+        self.copy_out_seconds.observe(answered - times.ended)
         self.forward_seconds.observe(times.ended - times.started)

@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 from ..layer.adapter_version import AdapterVersion
@@ -31,7 +32,15 @@ class Batcher:
     ready to be read, so that requests that come together are computed together.
     """
 
-    def __init__(self, engine: EngineThread, adapters: AdapterRegistry, metrics: Metrics, limits: Limits) -> None:
+    def __init__(
+        self,
+        engine: EngineThread,
+        adapters: AdapterRegistry,
+        metrics: Metrics,
+        limits: Limits,
+        later: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._later = later
         self._engine = engine
         self._adapters = adapters
         self._metrics = metrics
@@ -173,7 +182,7 @@ class Batcher:
         elif len(parts) == 1 or isinstance(error, EngineFailedError):
             for part in parts:
                 part.work.fail(error)
-        self._loop.call_soon(self._metrics.batch_ended, batch)  # behind the answers
+        self._later(partial(self._metrics.batch_ended, batch.times, time.perf_counter()))
 
     def _install(self, version: AdapterVersion) -> None:
         """Have ``version`` put into the slot that it was given."""

@@ -129,10 +129,14 @@ class EngineThread:
 
         try:
             forward = self._run(begun)
+            if isinstance(forward, Finished):
+                flight.times.ended = flight.times.begun
+                flight.finish(forward.output)
+                return
         except Exception as error:  # noqa: BLE001 - it is the flight's
             flight.fail(error)
             return
-        if self._waiter is None or isinstance(forward, Finished):
+        if self._waiter is None:
             self._wait(flight, forward)
         else:
             self._waiter.give(partial(self._wait, flight, forward))

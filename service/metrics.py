@@ -12,6 +12,7 @@ from ..layer.errors import EngineFailedError
 from .adapters import AdapterRegistry
 from .batch import Batch
 from .batch_tallies import BatchTallies
+from .engine_thread import FlightTimes
 from .errors import status_of
 from .lifecycle import Lifecycle
 from .observed import AdapterState, QueueState, ServiceState, register_process
@@ -78,9 +79,9 @@ class Metrics:
         """Count a batch that was formed."""
         self.batches.begun(batch)
 
-    def batch_ended(self, batch: Batch) -> None:
-        """Count the time of a batch that was computed, once its forwards have their outputs."""
-        self.batches.ended(batch)
+    def batch_ended(self, times: FlightTimes, answered: float) -> None:
+        """Count the times of a batch that was computed; its forwards had their outputs when it was ``answered``."""
+        self.batches.ended(times, answered)
 
     def adapter_installed(self, seconds: float) -> None:
         """Count the time that it took to put an adapter into its slot."""

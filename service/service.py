@@ -57,9 +57,9 @@ class MoeService:
         ).result()
         self.metrics.watch_service(self.lifecycle, utf8(self.model.name), engine.device, self.plans, engine.depth)
         self.timeouts = Timeouts(limits.request_timeout_s)
-        self._batcher = Batcher(engine, self.adapters, self.metrics, limits)
-        self._departures = Departures()
         self.later = Afterwards()
+        self._batcher = Batcher(engine, self.adapters, self.metrics, limits, self.later)
+        self._departures = Departures()
 
     async def start(self) -> None:
         """Begin to answer forwards, on the running event loop."""

@@ -37,11 +37,11 @@ class ForwardWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.end(error)
+        self.end(error, time.monotonic())
 
-    def end(self, error: BaseException | None) -> None:
-        """It is answered, or ``error`` ended it."""
-        self.seconds = time.monotonic() - self._started
+    def end(self, error: BaseException | None, at: float) -> None:
+        """It was answered, or ended by ``error``, ``at`` that moment of ``time.monotonic``."""
+        self.seconds = at - self._started
         self._ended(self, error)
 
 

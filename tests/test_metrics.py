@@ -208,9 +208,9 @@ def test_batches_of_captured_and_other_shapes() -> None:
     for layer, tokens in ((0, 1), (0, 2), (0, 3), (0, 8), (0, 9), (1, 5)):
         metrics.batch_begun(batch(layer, tokens, [0.5, 0.25]))
     now = time.perf_counter()
-    metrics.batch_ended(batch(0, 1, [0], started=now - 3, begun=now - 2, ended=now - 1))
+    metrics.batch_ended(batch(0, 1, [0], started=now - 3, begun=now - 2, ended=now - 1).times, now)
     metrics.adapter_installed(1.0)
-    metrics.batch_ended(batch(0, 1, [0]))  # one that failed
+    metrics.batch_ended(batch(0, 1, [0]).times, now)  # one that failed
     text = generate_latest(metrics.registry).decode()
     values = {
         s.name + str([*s.labels.values()]): s.value for f in text_string_to_metric_families(text) for s in f.samples
@@ -229,7 +229,7 @@ def test_an_engine_that_computes_at_once_has_no_copy_in() -> None:
     metrics = Metrics()
     metrics.watch_service(Lifecycle(), "m", "cpu", {}, depth=1)
     now = time.perf_counter()
-    metrics.batch_ended(batch(0, 1, [0], started=now - 3, begun=now, ended=now))
+    metrics.batch_ended(batch(0, 1, [0], started=now - 3, begun=now, ended=now).times, now)
     read = metrics.registry.get_sample_value
     assert (read("moelet_copy_in_seconds_count"), read("moelet_compute_seconds_count")) == (0, 1)
     assert read("moelet_compute_seconds_sum") == pytest.approx(3)
@@ -245,7 +245,7 @@ def test_counting_costs_microseconds() -> None:
         with metrics.forward() as watch:
             watch.layer, watch.num_tokens = "1", 3
         metrics.batch_begun(alone)
-        metrics.batch_ended(alone)
+        metrics.batch_ended(alone.times, 3)
         metrics.answered(200)
 
     def took() -> float:

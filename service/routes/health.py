@@ -32,5 +32,7 @@ async def ready(request: Request) -> State:
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Prometheus metrics in the text format."""
-    text = generate_latest(service_of(request).metrics.registry)
+    service = service_of(request)
+    service.later.catch_up()
+    text = generate_latest(service.metrics.registry)
     return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})

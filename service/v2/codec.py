@@ -99,18 +99,18 @@ def _as(datatype: str, answer: Answer) -> Tensor:
 
 
 def _batch(layout: Layout, binary: memoryview, spec: LayerSpec) -> LayerBatch:
-    def tensor(name: str) -> Tensor | None:
-        place = layout.places.get(name)
-        return None if place is None else read_matrix(place.given, binary[place.start : place.stop], spec.num_experts)
-
-    hidden, ids = tensor(OUTPUT), tensor("topk_ids")
-    assert hidden is not None
+    tensors = {
+        name: read_matrix(place.given, binary[place.start : place.stop], spec.num_experts)
+        for name, place in layout.places.items()
+        if name != ADAPTER
+    }
+    hidden, ids = tensors[OUTPUT], tensors.get("topk_ids")
     return LayerBatch(
         layer=spec.index,
         hidden_states=hidden if hidden.dtype == torch.bfloat16 else hidden.to(torch.bfloat16),
         topk_ids=None if ids is None else _narrow(ids, spec.num_experts),
-        topk_weights=tensor("topk_weights"),
-        router_logits=tensor("router_logits"),
+        topk_weights=tensors.get("topk_weights"),
+        router_logits=tensors.get("router_logits"),
     )
 
 

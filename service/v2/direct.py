@@ -7,7 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import httptools
 from starlette.requests import ClientDisconnect
@@ -187,7 +187,7 @@ class _Answering:
     def drop(self) -> None:
         """The client has gone."""
         self._of.service.drop(self.work)
-        self._end(ClientDisconnect(), 0)
+        self._end(ClientDisconnect(), 0, time.monotonic())
 
     def ended(self, work: Work) -> None:
         """Answer with the output or the error of ``work``."""
@@ -201,8 +201,9 @@ class _Answering:
             self._refuse(error)
             return
         described = _described(json_bytes, sum(map(len, pieces)))
-        self._of.service.later(self._end)  # behind the answer
+        self._of.service.later(partial(self._end, None, 200, time.monotonic()))
         self._write(200, b"%bx-request-id: %b\r\n\r\n" % (described, self._request_id), pieces)
+        del self.work  # and the output with it, as soon as it is sent
 
     def _refuse(self, error: Exception) -> None:
         path = self._of.path
@@ -210,20 +211,20 @@ class _Answering:
             with naming(self._request_id):
                 log.error("POST %s failed", path, exc_info=error)
         response = response_for(error, path)
-        self._end(error, response.status_code)
+        self._end(error, response.status_code, time.monotonic())
         headers = [*response.raw_headers, (b"x-request-id", self._request_id)]
         described = b"".join([b"%b: %b\r\n" % header for header in headers])
         body: Sequence[bytes | memoryview] = [bytes(response.body)]
         self._write(response.status_code, described + b"\r\n", body)
 
-    def _end(self, error: BaseException | None = None, status: int = 200) -> None:
+    def _end(self, error: BaseException | None, status: int, at: float) -> None:
         metrics = self._of.service.metrics
-        self.watch.end(error)
+        self.watch.end(error, at)
         if status:
             metrics.answered(status)
         if access.isEnabledFor(logging.DEBUG):
             with naming(self._request_id):
-                log_access("POST", self._of.path, status, time.monotonic() - self._came, self.watch)
+                log_access("POST", self._of.path, status, at - self._came, self.watch)
 
 
 @lru_cache(REMEMBERED)
