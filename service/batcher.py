@@ -101,8 +101,10 @@ class Batcher:
 
     def _turn(self) -> None:
         """Begin what is ready, and take back what was computed on the spot."""
-        self._form()
-        self._take_back()
+        try:
+            self._form()
+        finally:
+            self._take_back()
 
     def _form(self) -> None:
         """Begin batches of what is ready, as many as the engine takes."""
@@ -116,25 +118,23 @@ class Batcher:
             parts = self._waiting.take()
             if not parts:
                 continue
+            batch = Batch(parts, self._hand_back)
             try:
-                self._begin(parts)
+                self._engine.begin(batch)
             except Exception as error:  # what landed must be answered, whatever is wrong with what comes next
                 log.exception("a batch could not be begun")
                 for part in parts:
                     part.work.fail(error)
                 self._waiting.landed(parts)
+            else:
+                self._in_flight += 1
+                self._metrics.batch_begun(batch)
 
     def _delay(self) -> float:
         """How many seconds the next batch should wait for more to join it, now that the engine has work."""
         if not self._limits.queue_delay_s or self._waiting.fills_a_batch:
             return 0.0
         return self._waiting.since + self._limits.queue_delay_s - time.monotonic()
-
-    def _begin(self, parts: list[Part]) -> None:
-        batch = Batch(parts, self._hand_back)
-        self._in_flight += 1
-        self._engine.begin(batch)
-        self._metrics.batch_begun(batch)
 
     def _hand_back(self, batch: Batch) -> None:
         """Called on the engine's threads, or on the event loop's by a forward that was begun and finished there."""

@@ -217,13 +217,13 @@ def test_a_batch_that_cannot_be_begun_takes_no_other_down(
         with plain.engine.closed():
             first = [asyncio.ensure_future(plain.forward(tokens(*[i] * 8))) for i in range(plain.engine.depth)]
             await begun(plain.engine, plain.engine.depth)
-            broken = asyncio.ensure_future(plain.forward(tokens(9), "a"))
+            broken = [asyncio.ensure_future(plain.forward(tokens(*[9] * 8), "a")) for _ in range(3)]
             await asyncio.sleep(0.01)
             with monkeypatch.context() as patched:
-                patched.setattr(plain.service.metrics, "batch_begun", lambda _batch: [][0])
+                patched.setattr(plain.service.engine, "begin", lambda _batch: [][0])
                 plain.engine._gate.set()
-                with pytest.raises(IndexError):
-                    await broken
+                told = await asyncio.gather(*broken, return_exceptions=True)
+                assert [type(each) for each in told] == [IndexError] * 3
         await asyncio.gather(*first)
         await plain.forward(tokens(5), "a")
         assert "could not be begun" in caplog.text

@@ -186,3 +186,22 @@ def test_ten_thousand_cycles_leave_nothing_behind(tmp_path: Path) -> None:
         assert plain.engine._slots == [None] * 3
 
     run(tmp_path, check, PlainEngine(depth=2), timeout_s=100, max_cpu_loras=24)
+
+
+def test_what_cannot_be_counted_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And answered in its turn, by an engine that begins at once too."""
+
+    def uncounted(*_: object) -> None:
+        raise RuntimeError("it cannot be counted")
+
+    async def check(plain: PlainService) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        for name in ("batch_begun", "batch_ended"):
+            monkeypatch.setattr(plain.service.metrics, name, uncounted)
+        code = await plain.load("a")
+        for tag in range(3 * plain.engine.depth):
+            answer = await plain.forward(tokens(tag), "a", timeout_s=5)
+            assert torch.equal(answer.hidden_states, output_of(1, tokens(tag), [code]))
+
+    for begins_at_once in (False, True):
+        run(tmp_path, check, PlainEngine(begins_at_once=begins_at_once))
