@@ -1,6 +1,7 @@
 """A process of its own for reading adapters, so that the interpreter that answers requests has no part in that."""
 
 import ctypes
+import errno
 import gc
 import logging
 import os
@@ -28,50 +29,64 @@ OOM_SCORE = b"500"
 NICENESS = 5
 """Where there are few cores, forwards go first."""
 _SET_DEATH_SIGNAL, _SET_NAME = 1, 15
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_LAST_OF_STDIO = 2
+_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that are meant for the service, and reach all of its group."""
 
 
 class ReadingProcess:
-    """Readers of adapters in a process beside this one; forked when made, which is best before threads are started.
+    """Readers of adapters in a process beside this one; forked when made, before threads are started whose locks it
+    would find taken, and by a thread that lives as long as it should. Raises ``OSError`` where none can be started.
 
     ``way`` says which of ``ways`` reads. Where the process dies over an adapter that load fails, and the next one finds
-    another: what is forked here does nothing but start readers, each as new as itself. For one thread at a time.
+    another: what is forked here does nothing but start readers, each as new as itself. Where readers cannot work at
+    all, the service reads itself. For one thread at a time.
     """
 
     def __init__(self, *ways: AdapterReader) -> None:
         self.way = 0
         self._ways = ways
+        self._asked = 0
         self._gone = False
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         service = os.getpid()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which numpy's library has, and guards
-            self.pid = os.fork()
-        if self.pid == 0:
-            self._socket.close()
-            _run(partial(_supervise, theirs, ways), service)
-        theirs.close()
+        with theirs:
+            try:
+                self.pid = _fork()
+            except OSError:
+                self._socket.close()
+                raise
+            if self.pid == 0:
+                _run(partial(_supervise, theirs, ways), service, theirs)
 
     def __call__(self, folder: Path, root: Path) -> KeptAdapter:
-        """What the reader gives. Raises what it does, and ``MemoryError`` where the process was killed over it."""
+        """What the reader gives. Raises what it does, ``MemoryError`` where the process was killed over it, and
+        ``OSError`` where this one may open no file more."""
         if not self._gone:
             try:
                 return self._ask(folder, root)
             except (ConnectionError, EOFError):
-                self._gone = True
                 log.error("the process that reads adapters is gone: the service reads them itself from here on")
+                self.close()
         return self._ways[self.way](folder, root)
 
     def _ask(self, folder: Path, root: Path) -> KeptAdapter:
         self._forget_deaths()
-        self._socket.send(b"\0".join([b"%d" % self.way, *(os.fsencode(path) for path in (folder, root))]))
-        answer, files, _, _ = socket.recv_fds(self._socket, LONGEST_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
-        if files:
-            return parcels.unpack(files[0], int(answer), folder)
-        if not answer:
-            raise EOFError
-        reason = f"the process that reads adapters was {answer.decode()} while it read {folder}"
-        raise MemoryError(reason) if answer == _killed(signal.SIGKILL) else RuntimeError(reason)
+        self._asked += 1
+        self._socket.send(b"\0".join([b"%d" % self._asked, b"%d" % self.way, os.fsencode(folder), os.fsencode(root)]))
+        while True:
+            answer, files, flags, _ = socket.recv_fds(self._socket, LONGEST_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
+            if not answer:
+                raise EOFError
+            if flags & socket.MSG_CTRUNC:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            if not files:
+                reason = f"the process that reads adapters was {answer.decode()} while it read {folder}"
+                raise MemoryError(reason) if answer == _killed(signal.SIGKILL) else RuntimeError(reason)
+            number, end = map(int, answer.split())
+            if number == self._asked:
+                return parcels.unpack(files[0], end, folder)
+            os.close(files[0])  # its reader died before it took that up, and its successor did
 
     def _forget_deaths(self) -> None:
         """Of readers that died while nothing was asked of them: each has a successor."""
@@ -80,20 +95,31 @@ class ReadingProcess:
                 pass
 
     def close(self) -> None:
-        """End the process."""
-        self._socket.close()
-        os.waitpid(self.pid, 0)
+        """End the process, if it is there still."""
+        if not self._gone:
+            self._gone = True
+            self._socket.close()
+            with suppress(ChildProcessError):  # where who started us has the kernel forget our children
+                os.waitpid(self.pid, 0)
 
 
-def _run(work: Callable[[], None], parent: int) -> NoReturn:
-    """Be a process that does ``work``, ends with its parent and hears of no signal that is meant for that."""
+def _fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which numpy's library has, and guards
+        return os.fork()
+
+
+def _run(work: Callable[[], None], parent: int, connection: socket.socket) -> NoReturn:
+    """Be a process that does ``work`` over ``connection``, ends with its parent and hears of no signal for that."""
     code = 1
     try:
         libc = ctypes.CDLL(None)
         libc.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
         libc.prctl(_SET_NAME, NAME)
-        for number in _SIGNALS:
+        for number in _IGNORED:
             signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else it could wait for none of its own
+        _close_others(connection.fileno())
         if os.getppid() == parent:
             work()
         code = 0
@@ -103,16 +129,26 @@ def _run(work: Callable[[], None], parent: int) -> NoReturn:
         os._exit(code)
 
 
+def _close_others(kept: int) -> None:
+    """Close all that was inherited but stdio and ``kept``: the service's port would stay open behind it."""
+    for file in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
+        if file > _LAST_OF_STDIO and file != kept:
+            with suppress(OSError):  # the one that the listing itself was read through
+                os.close(file)
+
+
 def _supervise(connection: socket.socket, ways: Sequence[AdapterReader]) -> None:
-    """Start readers until one ends in peace, which the service's end of ``connection`` being closed makes it do."""
+    """Start readers until one ends of itself: the service has closed its end of ``connection``, or the reader may not
+    do here what it has to. The service learns that from the end of this process."""
     while True:
         supervisor = os.getpid()
-        if (pid := os.fork()) == 0:
-            _run(partial(_serve, connection, ways), supervisor)
+        if (pid := _fork()) == 0:
+            _run(partial(_serve, connection, ways), supervisor, connection)
         _, status = os.waitpid(pid, 0)
-        if status == 0:
+        if not os.WIFSIGNALED(status) or os.WTERMSIG(status) == signal.SIGSYS:
             return
-        connection.send(_killed(os.WTERMSIG(status)) if os.WIFSIGNALED(status) else b"ended")
+        with suppress(ConnectionError):  # the next reader meets that as well, and ends in peace
+            connection.send(_killed(os.WTERMSIG(status)))
 
 
 def _killed(number: int) -> bytes:
@@ -127,10 +163,10 @@ def _serve(connection: socket.socket, ways: Sequence[AdapterReader]) -> None:
     torch.set_num_threads(1)
     trim = ctypes.CDLL(None).malloc_trim
     while message := connection.recv(LONGEST_MESSAGE):
-        way, *paths = message.split(b"\0")
+        number, way, *paths = message.split(b"\0")
         file, end = _outcome(partial(ways[int(way)], *(Path(os.fsdecode(path)) for path in paths)))
         try:
-            socket.send_fds(connection, [str(end).encode()], [file])
+            socket.send_fds(connection, [b"%b %d" % (number, end)], [file])
         finally:
             os.close(file)
         trim(0)  # what an adapter took, which may be gigabytes, is the host's again

@@ -9,6 +9,7 @@ import signal
 import socket
 import stat
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -149,10 +150,17 @@ class Server(uvicorn.Server):
 
 
 def read_beside(processes: ExitStack, *ways: AdapterReader) -> ReadingProcess | None:
-    """A process for reading adapters in ``ways``, of which this one feels nothing, until ``processes`` are closed."""
-    if sys.platform != "linux":
+    """A process for reading adapters in ``ways``, of which this one feels nothing, until ``processes`` are closed.
+
+    None where there cannot be one, or should not: other threads may hold locks that a fork would never see released.
+    """
+    if sys.platform != "linux" or threading.active_count() > 1:
         return None
-    reading = ReadingProcess(*ways)
+    try:
+        reading = ReadingProcess(*ways)
+    except OSError as error:
+        log.warning("no process can be started that reads adapters, and loads will disturb forwards: %s", error)
+        return None
     processes.callback(reading.close)
     return reading
 

@@ -1,10 +1,15 @@
 """The process that reads adapters: what it gives is what reading here gives, errors too, and no death of it is felt."""
 
+import errno
 import logging
 import os
+import resource
 import signal
+import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +57,10 @@ class Reader:
                 raise PermissionError(13, "Permission denied")
             case "wrong":
                 raise KeyError("a fault of ours")
+            case "forbidden":
+                os.kill(os.getpid(), signal.SIGSYS)
+            case "slow":
+                time.sleep(0.5)
         return load_adapter(folder, self.model, max_rank=8, root=root)
 
     def packed(self, folder: Path, root: Path) -> PackedAdapter:
@@ -78,6 +87,12 @@ def child_of(pid: int) -> int:
             return int(found[0])
         time.sleep(0.01)
     raise AssertionError("there is no child")
+
+
+def descriptors() -> set[int]:
+    """All that this process has open."""
+    listed = os.listdir("/proc/self/fd")  # noqa: PTH208 - the descriptor that it is read through is gone by then
+    return {int(name) for name in listed if Path(f"/proc/self/fd/{name}").is_symlink()}
 
 
 @pytest.mark.parametrize("name", ["demo-a", "demo-b"])
@@ -111,9 +126,9 @@ def test_loads_leave_no_descriptor_and_no_mapping(reading: ReadingProcess, folde
     def mappings() -> int:
         return Path("/proc/self/maps").read_text().count("moelet-adapter")
 
-    held = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    held = descriptors()
     adapters = [reading(folder / "demo-a", folder) for _ in range(5)]
-    assert len(os.listdir("/proc/self/fd")) == held  # noqa: PTH208
+    assert descriptors() == held
     assert mappings() > 0
     del adapters
     assert mappings() == 0
@@ -157,6 +172,87 @@ def test_a_reader_that_dies_in_between_is_not_missed(reading: ReadingProcess, fo
     assert reading(folder / "demo-a", folder).facts.rank == 8
 
 
+def test_what_a_reader_left_undone_is_nobody_else_s_answer(reading: ReadingProcess, folder: Path) -> None:
+    """One that dies before it takes up what was asked: its successor does, when that was told to have failed."""
+    first = child_of(reading.pid)
+    os.kill(first, signal.SIGSTOP)
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(reading, folder / "slow", folder)
+        time.sleep(0.1)
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(MemoryError):
+            asked.result(10)
+    assert reading(folder / "demo-b", folder).facts.rank == 4
+    assert reading(folder / "demo-a", folder).facts.rank == 8
+
+
+def test_a_service_that_may_open_no_file_more_is_told_so(reading: ReadingProcess, folder: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert reading(folder / "demo-a", folder).facts.rank == 8
+    last = max(descriptors())
+    with ExitStack() as open_:
+        open_.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while open_.enter_context(Path(os.devnull).open()).fileno() < last:
+            pass
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, hard))
+        with pytest.raises(OSError, match="Too many open files"):
+            reading(folder / "demo-a", folder)
+    assert reading(folder / "demo-b", folder).facts.rank == 4
+
+
+def refused(*_: object, **__: object) -> None:
+    """What a filter of system calls, or a limit, makes of one."""
+    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+@pytest.mark.parametrize("what", ["memfd_create", "nice", "waitpid"])
+def test_where_a_reader_may_not_do_what_it_has_to_the_service_reads_itself(
+    reader: Reader, folder: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, what, refused)
+        process = ReadingProcess(reader, reader.packed)
+    with caplog.at_level(logging.ERROR):
+        assert [process(folder / name, folder).facts.rank for name in ("demo-a", "demo-b")] == [8, 4]
+    assert len(caplog.records) == 1
+    assert not Path(f"/proc/{process.pid}").exists()
+    process.close()
+
+
+def test_a_reader_that_is_killed_for_a_system_call_is_the_last(reader: Reader, folder: Path) -> None:
+    process = ReadingProcess(reader)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Reader, "__call__", lambda _reader, path, _root: path)
+        assert process(folder / "forbidden", folder) == folder / "forbidden"
+    assert not Path(f"/proc/{process.pid}").exists()
+
+
+def test_a_parent_that_waits_for_no_child_makes_no_difference(reader: Reader, folder: Path) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        process = ReadingProcess(reader)
+        with pytest.raises(MemoryError):
+            process(folder / "die", folder)
+        assert process(folder / "demo-a", folder).facts.rank == 8
+        process.close()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_the_processes_hold_nothing_of_the_service_open(reader: Reader, folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        process = ReadingProcess(reader)
+        child = child_of(process.pid)
+        process(folder / "demo-a", folder)
+        ours = os.readlink(f"/proc/self/fd/{listener.fileno()}")  # noqa: PTH115
+    for pid in (process.pid, child):
+        held = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if int(link.name) > 2]  # noqa: PTH115
+        assert len(held) == 1
+        assert held[0].startswith("socket:")
+        assert held[0] != ours
+    process.close()
+
+
 def test_without_its_process_the_service_reads_itself(
     reading: ReadingProcess, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -167,6 +263,7 @@ def test_without_its_process_the_service_reads_itself(
     assert [record.message for record in caplog.records] == [
         "the process that reads adapters is gone: the service reads them itself from here on"
     ]
+    assert not Path(f"/proc/{reading.pid}").exists()
 
 
 def test_closing_ends_every_process(reader: Reader, folder: Path) -> None:
