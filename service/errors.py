@@ -102,6 +102,8 @@ def error_response(
 
 def response_for(error: Exception, path: str) -> Response:
     """The answer to a request for ``path`` that ended in ``error``; what is not ours tells nothing of the inside."""
+    if isinstance(error, ClientDisconnect):
+        return error_response(400, "the connection ended before the body was complete", path=path)
     if not isinstance(error, MoeletError):
         return error_response(500, "an unexpected error happened in the service; its log has the details", path=path)
     headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, UnavailableError) else None
@@ -146,12 +148,8 @@ def install_error_handlers(app: FastAPI) -> None:
         found = [{**each, "loc": each["loc"][1:]} for each in error.errors()]  # less where FastAPI looked for it
         return error_response(400, *validation_sentence(found), path=request.scope["path"])
 
-    async def on_disconnect(request: Request, _error: Exception) -> Response:
-        message = "the connection ended before the body was complete"
-        return error_response(400, message, path=request.scope["path"])
-
     app.add_exception_handler(MoeletError, on_error)
-    app.add_exception_handler(ClientDisconnect, on_disconnect)
+    app.add_exception_handler(ClientDisconnect, on_error)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(Exception, on_error)

@@ -173,6 +173,21 @@ def test_every_source_file_opens_with_what_it_is_for() -> None:
     assert [str(path) for path in sources if len(first_line(path).split()) < 3] == []
 
 
+def test_the_architecture_says_of_every_file_what_it_is_for() -> None:
+    """In the words that the file opens with."""
+    parts = re.split(r"^## `(\w+)/`$", text(Path("docs/architecture.md")), flags=re.MULTILINE)[1:]
+    rows = {
+        Path(room, file): told
+        for room, part in zip(parts[::2], parts[1::2], strict=True)
+        for file, told in re.findall(r"^\| `([\w/]+\.py)` \| (.+) \|$", part, flags=re.MULTILINE)
+    }
+    files = [path for path in python_files(*{path.parts[0] for path in rows}) if path.name != "__init__.py"]
+    assert set(rows) == set(files)
+    for path, told in rows.items():
+        opening = " ".join((ast.get_docstring(parse(path)) or "").replace("``", "`").split())
+        assert opening.startswith(told), path
+
+
 def test_files_and_functions_are_short() -> None:
     long = []
     for path in (path for path in tree_files() if path.suffix in {".py", ".cu", ".cuh"}):

@@ -64,7 +64,7 @@ def assert_refused(answer: httpx.Response, status: int) -> None:
 
 def routes_of(service: RunningService) -> set[tuple[str, str]]:
     """Every (method, path) that the application routes, those that it does not describe included."""
-    app = routed(service.service, MAX_BODY_BYTES)
+    app = routed(service.service, MAX_BODY_BYTES, Keys())
     described = {(method.upper(), path) for path, item in app.openapi()["paths"].items() for method in item}
     of_v2 = {(route.method, route.path) for route in v2_routes(service.service, 1)}
     plain = {(method, r.path) for r in app.routes if isinstance(r, Route) for method in r.methods or ()}
@@ -85,6 +85,39 @@ def test_every_route_but_the_probes_needs_a_key_and_every_change_the_admin_s(loc
             assert ask(locked, method, spelled, key).status_code == 401, (method, path)
         assert (ask(locked, method, spelled, USER).status_code == 403) == ((method, path) in CHANGES), (method, path)
         assert ask(locked, method, spelled, ADMIN).status_code not in (401, 403), (method, path)
+
+
+def described(service: RunningService, key: str | None = None) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Each (method, path, operation) of the service's OpenAPI document."""
+    document = ask(service, "GET", "/openapi.json", key).json()
+    [(name, scheme)] = document["components"]["securitySchemes"].items()
+    assert (name, scheme["type"], scheme["scheme"]) == ("key", "http", "bearer")
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            yield method.upper(), path, operation
+
+
+def test_the_description_says_which_key_is_taken(locked: RunningService) -> None:
+    told = set()
+    for method, path, operation in described(locked, USER):
+        told.add((method, path))
+        assert operation.get("security") == (None if path in OPEN else [{"key": []}]), (method, path)
+        assert ("401" in operation["responses"]) == (path not in OPEN)
+        assert ("403" in operation["responses"]) == ((method, path) in CHANGES)
+        error = operation["responses"].get("401", {}).get("content", {}).get("application/json", {}).get("schema")
+        kind = "V2Error" if path.startswith("/v2") else "ErrorBody"
+        assert error == (None if path in OPEN else {"$ref": f"#/components/schemas/{kind}"})
+    assert told >= CHANGES
+
+
+@pytest.mark.parametrize("admin_key", [None, ADMIN])
+def test_a_key_is_optional_where_none_is_taken(open_engine: OpenEngine, admin_key: str | None) -> None:
+    with running(open_engine, None, keys=Keys([], admin_key)) as service:
+        for method, path, operation in described(service):
+            needed = admin_key is not None and (method, path) in CHANGES
+            expected = [{"key": []}] if needed else [{}, {"key": []}]
+            assert operation.get("security") == (None if path in OPEN else expected), (method, path)
+            assert ("401" in operation["responses"]) == needed
 
 
 @pytest.mark.parametrize("key", [USER, OLD_USER, ADMIN])

@@ -44,8 +44,13 @@ def checked(kind: type[Body], content: bytes) -> Body:
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The error answers of a route, for OpenAPI: JSON whatever else the route answers with."""
-    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}}}
-    return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}
+    return {status: gives(ErrorBody, HTTPStatus(status).phrase) for status in statuses}
+
+
+def gives(kind: type[BaseModel], text: str) -> dict[str, Any]:
+    """That a route answers with a ``kind``, which ``text`` says more of, for OpenAPI."""
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"description": text, "content": {"application/json": {"schema": schema}}}
 
 
 def takes(kind: type[BaseModel]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Loading, listing and unloading adapters, as REST and as vLLM spells it."""
+"""Loading, listing and unloading adapters, as vLLM spells it and as REST, whose ``PUT`` is in ``put_adapter.py``."""
 
 from typing import Annotated
 
@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
 from ...layer.adapter_version import check_name
-from ..schemas import AdapterList, AdapterRecord, LoadLoraAdapter, PutAdapter, UnloadLoraAdapter
+from ..schemas import AdapterList, AdapterRecord, LoadLoraAdapter, UnloadLoraAdapter
 from .access import errors, read_body, service_of, takes
 
 router = APIRouter(tags=["adapters"])
@@ -62,16 +62,6 @@ async def get_adapter(request: Request, name: str) -> AdapterRecord:
     """One loaded adapter."""
     adapters = service_of(request).adapters
     return AdapterRecord.model_validate(adapters.record(adapters.table.current(name)))
-
-
-@router.put(
-    "/v1/adapters/{name}",
-    responses={201: {"model": AdapterRecord}, **errors(400, 403, 404, 409, 413, 415, 503)},
-    openapi_extra=takes(PutAdapter),
-)
-async def put_adapter(name: str) -> AdapterRecord:
-    """Load an adapter (201) or replace it by a new version (200); the next call sees its weights."""
-    raise NotImplementedError(f"PutAdapters answers for {name}")  # this is its description
 
 
 @router.delete("/v1/adapters/{name}", responses=errors(400, 404, 409, 503))

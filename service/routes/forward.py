@@ -8,7 +8,7 @@ from starlette.responses import Response
 from ..deadline import HEADER
 from ..forward_json import parse_forward, render_forward
 from ..schemas import ErrorBody, ForwardAnswer, ForwardRequest
-from .access import read_bytes, service_of, takes
+from .access import gives, read_bytes, service_of, takes
 
 PATH = "/v1/layers/{layer}/forward"
 
@@ -29,11 +29,6 @@ async def forward(request: Request) -> Response:
 
 def describe() -> dict[str, Any]:
     """The OpenAPI description of the route, which FastAPI does not see."""
-
-    def answer(kind: type, text: str) -> dict[str, Any]:
-        schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-        return {"description": text, "content": {"application/json": {"schema": schema}}}
-
     failures = {
         400: "Malformed or contradictory",
         404: "No such layer or adapter",
@@ -53,8 +48,8 @@ def describe() -> dict[str, Any]:
             ],
             **takes(ForwardRequest),
             "responses": {
-                "200": answer(ForwardAnswer, "The layer's output"),
-                **{str(status): answer(ErrorBody, text) for status, text in failures.items()},
+                "200": gives(ForwardAnswer, "The layer's output"),
+                **{str(status): gives(ErrorBody, text) for status, text in failures.items()},
             },
         }
     }

@@ -1,5 +1,7 @@
 """``PUT /v1/adapters/{name}``, which comes while forwards run, with no framework between it and the service."""
 
+from typing import Any
+
 import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -7,16 +9,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...layer.adapter_version import check_name
 from ...layer.errors import MoeletError
-from ..errors import error_response, response_for
-from ..schemas import PutAdapter
+from ..errors import response_for
+from ..schemas import AdapterRecord, PutAdapter
 from ..service import MoeService
-from .access import checked, read_bytes
+from .access import checked, errors, gives, read_bytes, takes
 
-PATH = "/v1/adapters/"
+PATH = "/v1/adapters/{name}"
+BEFORE_NAME = PATH.removesuffix("{name}")
 
 
 class PutAdapters:
-    """Loads adapters into ``service`` and leaves every other request to ``app``, which describes this one too.
+    """Loads adapters into ``service`` and leaves every other request to ``app``.
 
     All that the event loop does for a swap, forwards wait for: FastAPI takes twice as long as the rest of it together.
     """
@@ -32,10 +35,7 @@ class PutAdapters:
             return
         try:
             response = await self._load(name, Request(scope, receive))
-        except ClientDisconnect:
-            text = "the connection ended before the body was complete"
-            response = error_response(400, text, path=scope["path"])
-        except MoeletError as error:
+        except (ClientDisconnect, MoeletError) as error:
             response = response_for(error, scope["path"])
         await response(scope, receive, send)
 
@@ -54,5 +54,21 @@ class PutAdapters:
 
 def name_in(path: str) -> str:
     """The adapter that ``path`` names, or nothing."""
-    name = path[len(PATH) :] if path.startswith(PATH) else ""
+    name = path[len(BEFORE_NAME) :] if path.startswith(BEFORE_NAME) else ""
     return "" if "/" in name else name
+
+
+def describe() -> dict[str, Any]:
+    """The OpenAPI description of the request, which FastAPI does not see."""
+    refusals = {str(status): answer for status, answer in errors(400, 403, 404, 409, 413, 415, 503).items()}
+    return {
+        "put": {
+            "tags": ["adapters"],
+            "summary": "Put Adapter",
+            "description": "Load an adapter (201), or a new version of it (200); the next call sees its weights.",
+            "operationId": "put_adapter",
+            "parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}],
+            **takes(PutAdapter),
+            "responses": {"200": gives(AdapterRecord, "Replaced"), "201": gives(AdapterRecord, "Loaded"), **refusals},
+        }
+    }
