@@ -73,8 +73,9 @@ class MoeService:
         self.lifecycle.started = True
 
     async def stop(self) -> None:
-        """End every thread; call once nothing is in flight."""
+        """Count what was answered last, and end every thread; call once nothing is in flight."""
         self.lifecycle.begin_drain()
+        self.later.catch_up()
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:

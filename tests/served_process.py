@@ -29,9 +29,19 @@ class Served:
     def wait(self) -> int:
         return self.process.wait(20)
 
+    def readers(self) -> list[int]:
+        """The processes that read adapters for it: the one that starts readers, and the reader."""
+        found: list[int] = []
+        parent = self.process.pid
+        while listed := Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+            [parent] = map(int, listed)
+            found.append(parent)
+        return found
+
     def report(self) -> None:
-        """Have the process report from here on what it does, where it was told how before it began."""
-        self.process.send_signal(signal.SIGUSR1)
+        """Have the processes report from here on what they do, where they were told how before they began."""
+        for pid in (self.process.pid, *self.readers()):
+            os.kill(pid, signal.SIGUSR1)
         assert self.client.get("/ready").status_code == 200
 
     def said(self) -> str:

@@ -39,17 +39,6 @@ def nothing(_folder: Path, _root: Path) -> Adapter:
     raise AssertionError("nothing is read here")
 
 
-def readers_of(pid: int) -> list[int]:
-    """The processes that descend from ``pid``, which read adapters; those that start readers first."""
-    found, parents = [], [pid]
-    while parents:
-        parent = parents.pop()
-        listed = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-        parents += map(int, listed)
-        found += map(int, listed)
-    return found
-
-
 def living(pids: list[int]) -> Iterator[int]:
     for pid in pids:
         try:
@@ -69,7 +58,7 @@ def assert_ended(pids: list[int]) -> None:
 
 def test_where_no_process_can_be_started_the_service_reads_itself(tmp_path: Path) -> None:
     with served(tmp_path, before=NO_FORK) as it:
-        assert readers_of(it.process.pid) == []
+        assert it.readers() == []
         assert it.client.put("/v1/adapters/c", json=LOAD).status_code == 201
         it.process.send_signal(signal.SIGTERM)
         assert it.wait() == 0
@@ -99,7 +88,7 @@ def test_nothing_is_forked_beside_other_threads() -> None:
 def test_readers_end_with_a_service_that_is_killed(tmp_path: Path) -> None:
     """And its port is free, in the middle of a load."""
     with served(tmp_path, before=SLOW_READ) as it, ThreadPoolExecutor() as pool:
-        readers = readers_of(it.process.pid)
+        readers = it.readers()
         assert len(readers) == 2
         loading = pool.submit(it.client.put, "/v1/adapters/c", json=LOAD)
         time.sleep(0.3)
@@ -115,7 +104,7 @@ def test_readers_end_with_a_service_that_is_killed(tmp_path: Path) -> None:
 def test_a_signal_to_all_of_the_group_ends_no_load(tmp_path: Path) -> None:
     """As a terminal sends it, and service managers do: what runs is finished."""
     with served(tmp_path, before=GROUP + SLOW_READ) as it, ThreadPoolExecutor() as pool:
-        readers = readers_of(it.process.pid)
+        readers = it.readers()
         loading = pool.submit(it.client.put, "/v1/adapters/c", json=LOAD)
         time.sleep(0.3)
         os.killpg(it.process.pid, signal.SIGTERM)
@@ -129,7 +118,7 @@ def test_a_load_that_its_reader_is_killed_over_is_refused_and_the_next_is_not(tm
     with served(tmp_path, before=SLOW_READ) as it, ThreadPoolExecutor() as pool:
         loading = pool.submit(it.client.put, "/v1/adapters/c", json=LOAD)
         time.sleep(0.3)
-        os.kill(readers_of(it.process.pid)[1], signal.SIGKILL)
+        os.kill(it.readers()[1], signal.SIGKILL)
         assert loading.result().status_code == 409
         assert it.client.put("/v1/adapters/c", json={"path": "moelet-demo/demo-a"}).status_code == 201
-        assert len(readers_of(it.process.pid)) == 2
+        assert len(it.readers()) == 2

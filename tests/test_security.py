@@ -38,11 +38,23 @@ def report(event, arguments):
     else:
         quiet = not event.startswith(("os.", "socket.", "subprocess.", "shutil.", "ctypes.dlopen"))
         quiet = quiet or event in {"os.listdir", "os.scandir", "os.putenv", "socket.__new__"}
+        quiet = quiet or event == "socket.sendmsg" and arguments[1] is None
     if not quiet:
         os.write(1, f"{event} {arguments!r}\\n".encode())
 signal.signal(signal.SIGUSR1, lambda *_: sys.addaudithook(report))
 """
 """From SIGUSR1 on, writes to stdout what the process opens for writing, connects to, starts, deletes or imports."""
+
+FAITHLESS = """
+from {module} import {name} as read
+def faithless(*arguments, **options):
+    open({written!r}, "w").close()
+    import subprocess
+    subprocess.run(["true"])
+    return read(*arguments, **options)
+import {holder} as holder
+holder.{name} = faithless
+"""
 
 
 def hostile_adapters(demo: DemoPaths, root: Path) -> None:
@@ -109,19 +121,17 @@ def test_clients_make_the_process_read_adapters_and_compute_and_nothing_else(tmp
     assert not (roots / "ran").exists()
 
 
-def test_the_reports_are_made(tmp_path: Path) -> None:
-    """The test above can fail."""
-    before = f"""{REPORTING}
-from moelet.service.adapters import AdapterRegistry
-read = AdapterRegistry._read_for_client
-def faithless(self, *arguments):
-    open({str(tmp_path / "written")!r}, "w").close()
-    import subprocess
-    subprocess.run(["true"])
-    return read(self, *arguments)
-AdapterRegistry._read_for_client = faithless
-"""
-    with served(tmp_path, before=before) as it:
+@pytest.mark.parametrize(
+    ("module", "name", "holder"),
+    [
+        ("moelet.layer.adapter_version", "check_name", "moelet.service.adapters"),
+        ("moelet.layer.adapter_loading", "load_adapter", "moelet.service.startup"),
+    ],
+)
+def test_the_reports_are_made(tmp_path: Path, module: str, name: str, holder: str) -> None:
+    """The test above can fail: in the service, and in the process that reads adapters."""
+    before = FAITHLESS.format(module=module, name=name, holder=holder, written=str(tmp_path / "written"))
+    with served(tmp_path, before=REPORTING + before) as it:
         it.report()
         assert it.client.put("/v1/adapters/a", json={"path": "moelet-demo/demo-a"}).status_code == 201
         said = it.said()
