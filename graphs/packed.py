@@ -72,7 +72,7 @@ class Packer:
         return cls({index: (spec, geometry(spec)) for index, spec in model.layers.items()})
 
     def pack(self, adapter: Adapter) -> PackedAdapter:
-        """``adapter``, whose tensors can be let go of then. Its ranks must fit the slots."""
+        """``adapter``, whose tensors can be let go of then. Its ranks must fit the slots. Raises ``MemoryError``."""
         draft = _Draft()
         for index, (spec, geometry) in self._layers.items():
             part = adapter.layers.get(index)
@@ -128,6 +128,13 @@ class _Draft:
 
 
 def _zeros(num_bytes: int) -> Array:
-    """Bytes whose pages are there already: to meet them one by one takes four times as long as to pack."""
+    """Bytes whose pages are there already: to meet them one by one takes four times as long as to pack.
+
+    Raises ``MemoryError``.
+    """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
-    return np.frombuffer(mmap.mmap(-1, max(num_bytes, 1), flags=flags), dtype=np.uint8, count=num_bytes)
+    try:
+        memory = mmap.mmap(-1, max(num_bytes, 1), flags=flags)
+    except OSError as error:
+        raise MemoryError(f"the host has no room for an adapter of {num_bytes} bytes") from error
+    return np.frombuffer(memory, dtype=np.uint8, count=num_bytes)

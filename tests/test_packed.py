@@ -9,7 +9,7 @@ from fake_driver import FakeDriver
 from moelet.graphs import adapters
 from moelet.graphs.adapters import AdapterSlots, SlotBank
 from moelet.graphs.geometry import Geometry
-from moelet.graphs.packed import SLABS, Packer, Run
+from moelet.graphs.packed import SLABS, Packer, Run, _zeros
 from moelet.graphs.packing import entries, pieces
 from moelet.graphs.streams import Stream
 from moelet.layer.adapter import Adapter
@@ -113,6 +113,12 @@ def test_what_is_told_of_a_packed_adapter_is_what_is_told_of_it() -> None:
     spec, adapter = SPECS[0], random_adapter(SPECS[0], 5, rank=16, shared_outer=True)
     packed = packer_of(spec).pack(adapter)
     assert packed.facts == replace(adapter.facts, nbytes=packed.content.nbytes + packed.runs.nbytes)
+
+
+def test_packing_without_room_is_too_little_memory() -> None:
+    """And no fault of the adapter's files, as any other error of the system is."""
+    with pytest.raises(MemoryError, match=f"an adapter of {1 << 60} bytes"):
+        _zeros(1 << 60)
 
 
 def test_a_layer_that_an_adapter_leaves_alone_gets_an_empty_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -240,17 +240,23 @@ def test_a_parent_that_waits_for_no_child_makes_no_difference(reader: Reader, fo
 
 
 def test_the_processes_hold_nothing_of_the_service_open(reader: Reader, folder: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        process = ReadingProcess(reader)
+    def held(pid: int) -> list[str]:
+        found = []
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # it was closed meanwhile
+                found += [str(link.readlink())] * (int(link.name) > 2)
+        return found
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, closing(ReadingProcess(reader)) as process:
         child = child_of(process.pid)
         process(folder / "demo-a", folder)
-        ours = os.readlink(f"/proc/self/fd/{listener.fileno()}")  # noqa: PTH115
-    for pid in (process.pid, child):
-        held = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if int(link.name) > 2]  # noqa: PTH115
-        assert len(held) == 1
-        assert held[0].startswith("socket:")
-        assert held[0] != ours
-    process.close()
+        until = time.monotonic() + 10
+        while any("memfd" in link for link in held(child)):  # an answer that it is about to close
+            assert time.monotonic() < until
+        ours = str(Path(f"/proc/self/fd/{listener.fileno()}").readlink())
+        [of_supervisor], [of_child] = held(process.pid), held(child)
+        assert of_supervisor == of_child != ours
+        assert of_child.startswith("socket:")
 
 
 def test_without_its_process_the_service_reads_itself(
