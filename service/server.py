@@ -152,9 +152,10 @@ class Server(uvicorn.Server):
 def read_beside(processes: ExitStack, *ways: AdapterReader) -> ReadingProcess | None:
     """A process for reading adapters in ``ways``, of which this one feels nothing, until ``processes`` are closed.
 
-    None where there cannot be one, or should not: other threads may hold locks that a fork would never see released.
+    None where there cannot be one, or should not: a fork would never see locks released that other threads hold, and
+    pages that a GPU reads or writes should have no second owner.
     """
-    if sys.platform != "linux" or threading.active_count() > 1:
+    if sys.platform != "linux" or threading.active_count() > 1 or torch.cuda.is_initialized():
         return None
     try:
         reading = ReadingProcess(*ways)

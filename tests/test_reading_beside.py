@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
 from moelet.layer.adapter import Adapter
 from moelet.service.server import read_beside
@@ -82,6 +83,13 @@ def test_nothing_is_left_open_where_none_can_be_started(monkeypatch: pytest.Monk
 def test_nothing_is_forked_beside_other_threads() -> None:
     with ThreadPoolExecutor() as pool, ExitStack() as ending:
         pool.submit(int).result()
+        assert read_beside(ending, nothing) is None
+
+
+def test_nothing_is_forked_while_a_gpu_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with ExitStack() as ending:
         assert read_beside(ending, nothing) is None
 
 
