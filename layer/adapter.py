@@ -116,6 +116,7 @@ class Adapter:
     ``rank``, ``lora_alpha`` and ``scaling`` are those of the configuration's top level, for
     people; the maths uses ``LoraWeights.scaling``. ``targets`` names the projections changed.
     ``ignored_keys`` are the tensor keys that belong to modules that are not served.
+    ``facts`` is what is told of it, worked out once: every scrape of the metrics asks, where requests wait.
     """
 
     path: Path
@@ -125,14 +126,14 @@ class Adapter:
     layers: Mapping[int, LayerAdapter]
     ignored_keys: tuple[str, ...] = ()
     targets: tuple[str, ...] = field(init=False)
+    facts: AdapterFacts = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         present = {name for layer in self.layers.values() for name, _ in layer.items()}
         object.__setattr__(self, "targets", tuple(p for p in PROJECTIONS if p in present))
+        object.__setattr__(self, "facts", self._facts())
 
-    @property
-    def facts(self) -> AdapterFacts:
-        """What is told of it."""
+    def _facts(self) -> AdapterFacts:
         return AdapterFacts(
             path=self.path,
             rank=self.rank,

@@ -155,7 +155,8 @@ def read_beside(processes: ExitStack, *ways: AdapterReader) -> ReadingProcess | 
     None where there cannot be one, or should not: a fork would never see locks released that other threads hold, and
     pages that a GPU reads or writes should have no second owner.
     """
-    if sys.platform != "linux" or threading.active_count() > 1 or torch.cuda.is_initialized():
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if sys.platform != "linux" or threading.active_count() > 1 or in_use:
         return None
     try:
         reading = ReadingProcess(*ways)

@@ -112,6 +112,7 @@ def test_one_a_of_gate_and_up_is_packed_once() -> None:
 def test_what_is_told_of_a_packed_adapter_is_what_is_told_of_it() -> None:
     spec, adapter = SPECS[0], random_adapter(SPECS[0], 5, rank=16, shared_outer=True)
     packed = packer_of(spec).pack(adapter)
+    assert adapter.facts is adapter.facts
     assert packed.facts == replace(adapter.facts, nbytes=packed.content.nbytes + packed.runs.nbytes)
 
 
