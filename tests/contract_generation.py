@@ -21,7 +21,8 @@ from moelet.service.startup import open_service
 from running_service import listening
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 32, 4, 8
-ENOUGH = 100
+ROUNDINGS = 12
+ENOUGH = 64
 """Of the tokens generated, how many must be far enough from a tie to be compared."""
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ADAPTERS = {"first": 1, "second": 2}
@@ -40,13 +41,18 @@ class Local:
 
     @torch.no_grad()
     def noise(self) -> Tensor:
-        """How far the logits of each prompt move where the experts compute in bf16 as torch has it."""
+        """How far the logits of each prompt move where the experts' outputs are rounded to bf16 in one way or another:
+        far where that makes a router choose other experts."""
+        text = torch.cat([prompts(), self.tokens], dim=1)
+        moved = [continuation_logits(self._rounded(seed), text) - self.logits for seed in range(ROUNDINGS)]
+        return torch.stack(moved).abs().amax((0, 2, 3))
+
+    def _rounded(self, seed: int) -> PreTrainedModel:
         rounded = copy.deepcopy(self.model)
         for layer in range(LAYERS):
             block = moe_block(rounded, layer)
-            block.experts = InBfloat16(block.experts)
-        moved = continuation_logits(rounded, torch.cat([prompts(), self.tokens], dim=1)) - self.logits
-        return moved.abs().amax((1, 2))
+            block.experts = InBfloat16(block.experts, LAYERS * seed + layer)
+        return rounded
 
     def apart(self) -> Tensor:
         """How far the two best logits of each token are apart, in terms of ``noise``."""
@@ -54,23 +60,22 @@ class Local:
         return (best[..., 0] - best[..., 1]) / self.noise()[:, None]
 
     def certain(self) -> Tensor:
-        """Which tokens come before the first tie of their prompt: two best logits as close as bf16 may move them.
-
-        Each may move by the noise, which is that of one way to round; adapters beside their experts round in another.
-        """
-        return (self.apart() > 3).int().cumprod(1).bool()
+        """Which tokens come before the first tie of their prompt: two best logits as close as bf16 may move them."""
+        return (self.apart() > 2).int().cumprod(1).bool()
 
 
 class InBfloat16(nn.Module):
-    """Experts in bf16 inside of a float32 model."""
+    """Experts in bf16 inside of a float32 model, their output off by up to one more rounding, at random by ``seed``."""
 
-    def __init__(self, experts: nn.Module) -> None:
+    def __init__(self, experts: nn.Module, seed: int) -> None:
         super().__init__()
         self.experts = experts.bfloat16()
+        self.seed = seed
 
     def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        output: Tensor = self.experts(hidden.bfloat16(), ids, weights.bfloat16())
-        return output.float()
+        output: Tensor = self.experts(hidden.bfloat16(), ids, weights.bfloat16()).float()
+        seeded = torch.Generator().manual_seed(self.seed)
+        return output * (1 + (2 * torch.rand(output.shape, generator=seeded) - 1) * torch.finfo(torch.bfloat16).eps)
 
 
 def lessons() -> Tensor:
