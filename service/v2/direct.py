@@ -37,7 +37,7 @@ BEGINNING = b"POST /v2/models/"
 PATH = re.compile(r"/v2/models/([^/%?#]+)(?:/versions/([^/%?#]+))?/infer", re.ASCII)
 REMEMBERED = 512
 LONGEST = 2048
-"""How many heads are kept, and the bytes of the longest that is read here."""
+"""How many heads are kept, and the bytes of the longest that is: together they are what clients can fill."""
 
 UNUSUAL = frozenset((b"transfer-encoding", b"content-encoding", b"expect", b"upgrade"))
 """Headers of requests that are left to the application."""
