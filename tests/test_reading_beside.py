@@ -1,20 +1,22 @@
 """The process that reads adapters beside a service: where there is one, and that it ends however the service does."""
 
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
 from moelet.layer.adapter import Adapter
 from moelet.service.server import read_beside
-from served_process import process, served, wait_for
+from served_process import Served, process, served, wait_for
 
 NO_FORK = """
 import errno, os
@@ -23,17 +25,31 @@ def fork():
 os.fork = fork
 """
 SLOW_READ = """
-import time
+import os, time
 from moelet.service import startup
 load = startup.load_adapter
 def load_slowly(folder, *arguments, **options):
-    if folder.name == "demo-b":
+    if folder.name == "slow":
+        os.write(1, b"reading\\n")
         time.sleep(1)
     return load(folder, *arguments, **options)
 startup.load_adapter = load_slowly
 """
 GROUP = "import os; os.setpgid(0, 0)\n"
 LOAD = {"path": "moelet-demo/demo-b"}
+SLOW_LOAD = {"path": "moelet-demo/slow"}
+
+
+@contextmanager
+def loading_slowly(it: Served) -> Iterator[Future[httpx.Response]]:
+    """The load of an adapter that is being read for a second."""
+    folder = Path(it.client.get("/v1/adapters/demo-b").json()["path"])
+    shutil.copytree(folder, folder.parent / "slow")
+    with ThreadPoolExecutor() as pool:
+        loading = pool.submit(it.client.put, "/v1/adapters/c", json=SLOW_LOAD)
+        assert it.process.stdout is not None
+        assert it.process.stdout.readline() == "reading\n"
+        yield loading
 
 
 def nothing(_folder: Path, _root: Path) -> Adapter:
@@ -95,11 +111,9 @@ def test_nothing_is_forked_while_a_gpu_is_in_use(monkeypatch: pytest.MonkeyPatch
 
 def test_readers_end_with_a_service_that_is_killed(tmp_path: Path) -> None:
     """And its port is free, in the middle of a load."""
-    with served(tmp_path, before=SLOW_READ) as it, ThreadPoolExecutor() as pool:
+    with served(tmp_path, before=SLOW_READ) as it, loading_slowly(it) as loading:
         readers = it.readers()
         assert len(readers) == 2
-        loading = pool.submit(it.client.put, "/v1/adapters/c", json=LOAD)
-        time.sleep(0.3)
         it.process.kill()
         assert it.wait() == -signal.SIGKILL
         assert_ended(readers)
@@ -111,10 +125,8 @@ def test_readers_end_with_a_service_that_is_killed(tmp_path: Path) -> None:
 
 def test_a_signal_to_all_of_the_group_ends_no_load(tmp_path: Path) -> None:
     """As a terminal sends it, and service managers do: what runs is finished."""
-    with served(tmp_path, before=GROUP + SLOW_READ) as it, ThreadPoolExecutor() as pool:
+    with served(tmp_path, before=GROUP + SLOW_READ) as it, loading_slowly(it) as loading:
         readers = it.readers()
-        loading = pool.submit(it.client.put, "/v1/adapters/c", json=LOAD)
-        time.sleep(0.3)
         os.killpg(it.process.pid, signal.SIGTERM)
         assert loading.result().status_code == 201
         assert it.wait() == 0
@@ -123,9 +135,7 @@ def test_a_signal_to_all_of_the_group_ends_no_load(tmp_path: Path) -> None:
 
 
 def test_a_load_that_its_reader_is_killed_over_is_refused_and_the_next_is_not(tmp_path: Path) -> None:
-    with served(tmp_path, before=SLOW_READ) as it, ThreadPoolExecutor() as pool:
-        loading = pool.submit(it.client.put, "/v1/adapters/c", json=LOAD)
-        time.sleep(0.3)
+    with served(tmp_path, before=SLOW_READ) as it, loading_slowly(it) as loading:
         os.kill(it.readers()[1], signal.SIGKILL)
         assert loading.result().status_code == 409
         assert it.client.put("/v1/adapters/c", json={"path": "moelet-demo/demo-a"}).status_code == 201

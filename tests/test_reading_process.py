@@ -178,7 +178,9 @@ def test_what_a_reader_left_undone_is_nobody_else_s_answer(reading: ReadingProce
     os.kill(first, signal.SIGSTOP)
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(reading, folder / "slow", folder)
-        time.sleep(0.1)
+        while not reading._asked:
+            time.sleep(0.01)
+        time.sleep(0.1)  # and it is sent
         os.kill(first, signal.SIGKILL)
         with pytest.raises(MemoryError):
             asked.result(10)
