@@ -1,7 +1,9 @@
 """HTTP over bare sockets for tests: what a service says to any bytes, and the answers in what it said."""
 
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 from running_service import RunningService
 
@@ -49,14 +51,21 @@ def until_closed(client: socket.socket) -> bytes:
 
 
 def spoken(service: RunningService, parts: Iterator[bytes]) -> bytes:
-    """All that the service says until it ends the connection."""
-    with connected(service) as client:
-        try:
+    """All that the service says until it ends the connection, taken while ``parts`` are sent: it reads no more of a
+    client that takes nothing."""
+
+    def send(client: socket.socket) -> None:
+        with suppress(OSError):  # it answered and closed already
             for part in parts:
                 client.sendall(part)
-        except OSError:
-            pass  # it answered and closed already
-        return until_closed(client)
+
+    with connected(service) as client:
+        sender = threading.Thread(target=send, args=(client,))
+        sender.start()
+        try:
+            return until_closed(client)
+        finally:
+            sender.join()
 
 
 def answers(said: bytes) -> list[tuple[int, dict[str, str], bytes]]:
