@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.core import Metric
 
+from eventually import eventually
 from moelet.service.v2.direct import DirectInference
 from raw_http import answered, answers, connected, spoken, until_closed
 from running_service import OpenEngine, RunningService, hidden_states, running
@@ -53,14 +54,6 @@ def asking(num_tokens: int, *lines: bytes, seed: int = 0, **fields: Any) -> byte
 def unmade(said: bytes) -> bytes:
     """What a service said, less what it makes anew each time: the date, and ids of requests that brought none."""
     return MADE_ID.sub(b"0" * 32, DATE.sub(b"", said))
-
-
-def eventually(condition: Callable[[], bool], within_s: float = 10.0) -> None:
-    """Wait until ``condition`` holds."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def counted(service: RunningService) -> dict[tuple[str, ...], float]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from typing import Any
@@ -10,16 +9,10 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect
 
+from eventually import eventually
 from moelet.service.departure import Departures
 from moelet.service.limits import Limits
 from running_service import HIDDEN, OpenEngine, RunningService, hidden_states, running
-
-
-def eventually(condition: Callable[[], bool], *, within_s: float = 10.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def connect(service: RunningService) -> socket.socket:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from fast_requests import Pair, asking, counted, eventually, paired
+from eventually import eventually
+from fast_requests import Pair, asking, counted, paired
 from moelet.service.limits import Limits
 from raw_http import answered, connected, until_closed
 from running_service import OpenEngine, RunningService

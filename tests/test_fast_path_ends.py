@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from fast_requests import BINARY, Pair, asking, counted, eventually, infer, paired, unmade
+from eventually import eventually
+from fast_requests import BINARY, Pair, asking, counted, infer, paired, unmade
 from moelet.layer.engine import Forward, LayerBatch
 from moelet.layer.errors import EngineError, EngineFailedError
 from moelet.service.fast_path import FastPathProtocol

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from fast_requests import Pair, asking, eventually, head, paired
+from eventually import eventually
+from fast_requests import Pair, asking, head, paired
 from moelet.service.keys import Keys
 from moelet.service.request_id import MadeIds
 from moelet.service.v2.direct import LONGEST, REMEMBERED, DirectInferences

@@ -4,7 +4,6 @@ import asyncio
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from eventually import eventually
 from moelet.layer.adapter import Adapter
 from moelet.layer.engine import Engine
 from moelet.layer.errors import EngineError, EngineFailedError
@@ -60,14 +60,6 @@ def service(running_service: RunningService) -> Iterator[RunningService]:
 def fragile(service: RunningService) -> FragileEngine:
     assert isinstance(service.engine.engine, FragileEngine)
     return service.engine.engine
-
-
-def eventually(condition: object, *, within_s: float = 5.0) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_an_adapter_that_cannot_be_installed_leaves_its_slot(service: RunningService) -> None:
