@@ -38,10 +38,10 @@ def create_app(service: MoeService, *, max_body_bytes: int, keys: Keys | None = 
     request id as well.
     """
     keys, made = keys or Keys(), MadeIds()
-    app: ASGIApp = PutAdapters(routed(service, max_body_bytes, keys), service, max_body_bytes)
-    app = BodyLimitMiddleware(V2(app, service, max_body_bytes), max_body_bytes)
+    v2 = V2(PutAdapters(routed(service, max_body_bytes, keys), service, max_body_bytes), service, max_body_bytes)
+    app: ASGIApp = BodyLimitMiddleware(v2, max_body_bytes)
     app = RequestIdMiddleware(KeyMiddleware(app, keys) if keys else app, made, service.metrics.answered)
-    return Application(app, DirectInferences(service, keys, made, max_body_bytes))
+    return Application(app, DirectInferences(service, v2.inferences, keys, made, max_body_bytes))
 
 
 def routed(service: MoeService, max_body_bytes: int, keys: Keys) -> FastAPI:

@@ -1,11 +1,12 @@
 """One forward as a client asked for it, whatever the protocol it came by."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..layer.adapter_version import AdapterVersion
 from ..layer.engine import LayerBatch
 from ..layer.errors import RequestError
 from .rows import Rows
@@ -31,6 +32,11 @@ class Answer(NamedTuple):
     layer: int
     rows: Rows
     adapter_versions: dict[str, int]
+
+    @classmethod
+    def of(cls, layer: int, rows: Rows, versions: Iterable[AdapterVersion]) -> "Answer":
+        """The answer that ``versions`` took part in."""
+        return cls(layer, rows, {version.name: version.version for version in versions})
 
     @property
     def hidden_states(self) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from .known_requests import Answering, KnownRequest
+from .known_requests import Answering, KnownRequest, header_lines
 from .protocol import Protocol
 
 HEAD_END = b"\r\n\r\n"
@@ -142,7 +142,7 @@ class FastPathProtocol(Protocol):
         headers = self.server_state.default_headers
         known, lines = self.config.default_lines
         if headers is not known:
-            lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+            lines = header_lines(headers)
             self.config.default_lines = (headers, lines)
         return lines
 

@@ -1,6 +1,6 @@
 """What a connection may answer without the application: requests that are known by their head."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 Write = Callable[[int, bytes, Sequence[bytes | memoryview]], None]
@@ -34,3 +34,8 @@ class KnownRequests(Protocol):
 
     def find(self, head: bytes) -> KnownRequest | None:
         """The one with this head, all bytes of it; None: the application has to answer, be it for now."""
+
+
+def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """``headers`` as they are written, without the empty line behind them."""
+    return b"".join([b"%b: %b\r\n" % header for header in headers])

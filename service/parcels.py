@@ -19,6 +19,7 @@ from torch import Tensor
 from ..graphs.packed import PackedAdapter
 from ..layer import errors
 from ..layer.adapter import Adapter, AdapterFacts, AdapterLayout, KeptAdapter, LayerAdapter, LoraWeights
+from ..layer.layout import round_up
 
 ALIGNMENT = 64
 _PARTS = ("a", "b", "scaling", "ranks")
@@ -102,7 +103,7 @@ class _Tensors:
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if key not in self.places:
             self.places[key] = (tensor, self.end)
-            self.end += max(-(-tensor.nbytes // ALIGNMENT), 1) * ALIGNMENT
+            self.end += round_up(max(tensor.nbytes, 1), ALIGNMENT)
         return self.places[key][1], str(tensor.dtype), list(tensor.shape)
 
 

@@ -161,7 +161,7 @@ class MoeService:
             deadline.check()
             versions = self.adapters.acquire(call.names)
             none = Rows.of(torch.empty_like(call.batch.hidden_states))
-            answer = Answer(call.batch.layer, none, {version.name: version.version for version in versions})
+            answer = Answer.of(call.batch.layer, none, versions)
             self.adapters.release(versions)
             return answer
 

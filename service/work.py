@@ -138,8 +138,7 @@ class Work:
 def answer_of(work: Work) -> Answer:
     """What ``work``, which has an output, came to."""
     assert work.output is not None
-    versions = {version.name: version.version for version in work.versions}
-    return Answer(work.batch.layer, work.output, versions)
+    return Answer.of(work.batch.layer, work.output, work.versions)
 
 
 class Part:

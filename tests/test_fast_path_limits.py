@@ -12,6 +12,7 @@ from fast_requests import Pair, asking, head, paired
 from moelet.service.keys import Keys
 from moelet.service.request_id import MadeIds
 from moelet.service.v2.direct import LONGEST, REMEMBERED, DirectInferences
+from moelet.service.v2.inference import Inferences
 from raw_http import LAST, answered, connected, until_closed
 from running_service import MAX_BODY_BYTES, OpenEngine, RunningService
 
@@ -60,7 +61,9 @@ def test_a_key_of_one_request_is_not_that_of_the_next(locked: Pair) -> None:
 
 
 def test_few_heads_are_remembered_and_none_that_is_refused(alone: Pair) -> None:
-    known = DirectInferences(alone.fast.service, Keys([USER]), MadeIds(), MAX_BODY_BYTES)
+    service = alone.fast.service
+    inferences = Inferences(service, MAX_BODY_BYTES)
+    known = DirectInferences(service, inferences, Keys([USER]), MadeIds(), MAX_BODY_BYTES)
     key = b"Authorization: Bearer user-key"
     for i in range(3 * REMEMBERED):
         assert known.find(head(5, key, b"A: %d" % i)) is not None

@@ -12,6 +12,7 @@ from starlette.routing import Route
 from moelet.service.app import routed
 from moelet.service.keys import Keys, Right
 from moelet.service.v2.app import routes as v2_routes
+from moelet.service.v2.inference import Inferences
 from raw_http import answers, spoken
 from running_service import MAX_BODY_BYTES, OpenEngine, RunningService, hidden_states, running, write_bad_adapters
 
@@ -66,7 +67,7 @@ def routes_of(service: RunningService) -> set[tuple[str, str]]:
     """Every (method, path) that the application routes, those that it does not describe included."""
     app = routed(service.service, MAX_BODY_BYTES, Keys())
     described = {(method.upper(), path) for path, item in app.openapi()["paths"].items() for method in item}
-    of_v2 = {(route.method, route.path) for route in v2_routes(service.service, 1)}
+    of_v2 = {(route.method, route.path) for route in v2_routes(service.service, Inferences(service.service, 1), 1)}
     plain = {(method, r.path) for r in app.routes if isinstance(r, Route) for method in r.methods or ()}
     return described | of_v2 | plain
 

@@ -13,7 +13,6 @@ from ..errors import error_response, response_for, speaks_v2
 from ..service import MoeService
 from .exchange import Handler, Incoming, send_reply
 from .inference import Inferences
-from .models import Models
 from .repository import Repository
 
 REMEMBERED = 512
@@ -37,7 +36,8 @@ class V2:
 
     def __init__(self, app: ASGIApp, service: MoeService, max_body_bytes: int) -> None:
         self.app = app
-        self._paths = _Paths(routes(service, max_body_bytes))
+        self.inferences = Inferences(service, max_body_bytes)
+        self._paths = _Paths(routes(service, self.inferences, max_body_bytes))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not speaks_v2(path := scope["path"]):
@@ -58,10 +58,9 @@ class V2:
             await send_reply(reply, send)
 
 
-def routes(service: MoeService, max_body_bytes: int) -> tuple[Route, ...]:
+def routes(service: MoeService, inferences: Inferences, max_body_bytes: int) -> tuple[Route, ...]:
     """All that is served under ``/v2``."""
-    models = Models(service)
-    inferences = Inferences(service, models, max_body_bytes)
+    models = inferences.models
     repository = Repository(service, models, max_body_bytes)
     model, version = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
     return (

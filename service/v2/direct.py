@@ -18,18 +18,17 @@ from ..compression import WINDOWS
 from ..deadline import Deadline
 from ..errors import response_for
 from ..keys import Keys
-from ..known_requests import Answering, Write
+from ..known_requests import Answering, Write, header_lines
 from ..protocol import MAX_HEADERS
-from ..request_id import MadeIds, access, log_access, naming, sent_id
+from ..request_id import HEADER, MadeIds, access, log_access, naming, sent_id
 from ..service import MoeService
 from ..watch import ForwardWatch
 from ..work import Work, answer_of
 from .bodies import aligned
 from .codec import MODEL_VERSION, read_inference, write_answer
 from .header import InferRequest, read_header_length
-from .inference import TIMEOUT
-from .layout import LayoutReader, remembering
-from .models import Models
+from .inference import JSON_BYTES, Inferences, content_headers, sent_timeout
+from .layout import LayoutReader
 
 log = logging.getLogger(__name__)
 
@@ -83,16 +82,17 @@ class Head:
 
 
 class DirectInferences:
-    """Reads heads of inference requests over ``service``, with bodies of up to ``max_body_bytes``; ``keys`` and
-    ``made`` are those of the application."""
+    """Reads heads of inference requests over ``service``, with bodies of up to ``max_body_bytes``; ``inferences``,
+    ``keys`` and ``made`` are those of the application."""
 
-    def __init__(self, service: MoeService, keys: Keys, made: MadeIds, max_body_bytes: int) -> None:
+    def __init__(
+        self, service: MoeService, inferences: Inferences, keys: Keys, made: MadeIds, max_body_bytes: int
+    ) -> None:
         self.service = service
         self.made = made
         self._keys = keys
         self._max_body_bytes = max_body_bytes
-        self._models = Models(service)
-        self._layouts = {spec.index: remembering(spec) for spec in service.model.layers.values()}
+        self._inferences = inferences
         self._remembered = lru_cache(REMEMBERED)(self._read)
 
     def find(self, head: bytes) -> "DirectInference | None":
@@ -119,8 +119,8 @@ class DirectInferences:
             raise UnusualError
         if self._keys.right_of(read.listed) < self._keys.needed("POST", read.url):
             raise UnusualError
-        spec = self._models.layer(matched[1], matched[2] or MODEL_VERSION)
-        return DirectInference(self, read, path, matched[1], spec, self._layouts[spec.index])
+        spec = self._inferences.models.layer(matched[1], matched[2] or MODEL_VERSION)
+        return DirectInference(self, read, path, matched[1], spec, self._inferences.layouts[spec.index])
 
 
 class DirectInference:
@@ -129,7 +129,6 @@ class DirectInference:
     def __init__(
         self, owner: DirectInferences, head: Head, path: str, model: str, spec: LayerSpec, read_layout: LayoutReader
     ) -> None:
-        timeout = head.headers.get(TIMEOUT)
         self._owner = owner
         self.service = owner.service
         self.path = path
@@ -138,8 +137,8 @@ class DirectInference:
         self.body_bytes = int(head.headers[b"content-length"])
         self._spec = spec
         self._read_layout = read_layout
-        self._json_bytes = read_header_length(head.headers.get(b"inference-header-content-length"))
-        self._timeout_s = self.service.timeouts.seconds(None if timeout is None else timeout.decode("latin-1"))
+        self._json_bytes = read_header_length(head.headers.get(JSON_BYTES))
+        self._timeout_s = self.service.timeouts.seconds(sent_timeout(head.headers))
         self._sent_id = sent_id(head.listed)
 
     def new_body(self) -> memoryview:
@@ -156,9 +155,7 @@ class DirectInference:
             call, request = read_inference(body, self._json_bytes, self._spec, self._read_layout)
             if call.batch.num_tokens == 0:
                 return None
-            deadline = Deadline(came + self._timeout_s, self._timeout_s)
-            if request.timeout is not None:
-                deadline = deadline.within(request.timeout)
+            deadline = Deadline(came + self._timeout_s, self._timeout_s).within(request.timeout)
             answering = _Answering(self, request, came, write, self._sent_id or self._owner.made.new())
             answering.work = service.begin(call, deadline, answering.ended)
         except Exception:  # noqa: BLE001 - it comes again where the application answers, and is told and logged there
@@ -202,7 +199,7 @@ class _Answering:
             return
         described = _described(json_bytes, sum(map(len, pieces)))
         self._of.service.later(partial(self._end, None, 200, time.monotonic()))
-        self._write(200, b"%bx-request-id: %b\r\n\r\n" % (described, self._request_id), pieces)
+        self._write(200, b"%b%b: %b\r\n\r\n" % (described, HEADER, self._request_id), pieces)
         del self.work  # and the output with it, as soon as it is sent
 
     def _refuse(self, error: Exception) -> None:
@@ -212,8 +209,7 @@ class _Answering:
                 log.error("POST %s failed", path, exc_info=error)
         response = response_for(error, path)
         self._end(error, response.status_code, time.monotonic())
-        headers = [*response.raw_headers, (b"x-request-id", self._request_id)]
-        described = b"".join([b"%b: %b\r\n" % header for header in headers])
+        described = header_lines([*response.raw_headers, (HEADER, self._request_id)])
         body: Sequence[bytes | memoryview] = [bytes(response.body)]
         self._write(response.status_code, described + b"\r\n", body)
 
@@ -230,7 +226,4 @@ class _Answering:
 @lru_cache(REMEMBERED)
 def _described(json_bytes: int | None, length: int) -> bytes:
     """The header lines of an answer with a body of ``length`` bytes, ``json_bytes`` of them JSON (None: all)."""
-    if json_bytes is None:
-        return b"content-type: application/json\r\ncontent-length: %d\r\n" % length
-    octets = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n" % json_bytes
-    return octets + b"content-length: %d\r\n" % length
+    return header_lines([*content_headers(json_bytes), (b"content-length", b"%d" % length)])
