@@ -12,17 +12,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 int num_shared, int local_offset, int num_local, int num_slots, int max_tokens, int num_experts,
                 int k_blocks, int row_tiles, int rows, int max_rank, int out_stride) {
     extern __shared__ __align__(1024) uint8_t shared[];
-    Memory memory = carve(shared, k_blocks, num_experts);
-    if (threadIdx.x == 0) init_barriers(memory);
-    if (threadIdx.x < kConsumers) load_hidden<MAX_N, kConsumers>(memory.hidden, hidden_states, k_blocks, max_tokens);
+    const Memory memory = carve(shared, k_blocks, num_experts);
     const Routing routing{topk_ids, token_slots, top_k, top_k + num_shared, local_offset, num_local, num_slots + 1};
-    const int num_tiles = memory.direct.make(routing, &layer->num_tokens, max_tokens, num_experts, MAX_N);
+    if (threadIdx.x == kConsumers) init_barriers(memory);
+    int num_tiles = 0;
+    if (threadIdx.x < kConsumers)
+        load_hidden<MAX_N, kConsumers>(memory.hidden, hidden_states, k_blocks, max_tokens);
+    else if (threadIdx.x < kConsumers + 32)
+        num_tiles = memory.direct.make(routing, &layer->num_tokens, max_tokens, num_experts, MAX_N);
 
-    const Gemm gemm{layer,       layer->gate_up, nullptr,   tiles, groups,   h,   ticket,    num_tiles * row_tiles,
-                    num_experts, k_blocks,       row_tiles, rows,  max_rank, out, out_stride};
-    if (threadIdx.x >= kConsumers) return produce(gemm, memory);
-    memory.direct.place_row(routing, max_tokens);
+    const Gemm gemm{layer,     layer->gate_up,        nullptr,     tiles,    groups,    h,    nullptr,  nullptr,
+                    ticket,    num_tiles * row_tiles, num_experts, k_blocks, row_tiles, rows, max_rank, out,
+                    out_stride};
+    Producer<Gemm> producer{gemm, memory};
+    const int opened = threadIdx.x == kConsumers ? producer.open() : 0;
+    __syncthreads();
+    if (threadIdx.x >= kConsumers) return produce(producer, opened);
+    memory.direct.place_rows<kConsumers>(routing, max_tokens);
     async_copies_wait();
     named_barrier_sync(1, kConsumers);
-    consume(gemm, memory);
+    consume(memory, [&](Consumer& consumer, int item) {
+        consume_item<EPILOGUE>(consumer, gemm, tile_of(gemm, memory, item), item, MAX_N);
+    });
 }

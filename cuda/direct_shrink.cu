@@ -4,7 +4,7 @@
 #include "common/direct.cuh"
 #include "common/shrink.cuh"
 
-static_assert(kWarps * 32 == kDirectRows, "a slot row a thread");
+static_assert(kShares * 32 == kDirectRows, "a slot row a thread");
 
 struct SentToken {
     const bf16* hidden;  // one token
@@ -13,7 +13,7 @@ struct SentToken {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kWarps * 32, 2)
+extern "C" __global__ void __launch_bounds__(kShares * 32, 2)
     direct_shrink(const LayerArgs* layer, const bf16* hidden_states, const int* topk_ids, const int* token_slots,
                   bf16* h, int top_k, int num_shared, int local_offset, int num_local, int num_slots, int max_tokens,
                   int num_experts, int k_steps, int rows, int max_rank) {
@@ -30,19 +30,21 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 2)
     Weights ahead[2];
     if (real) {
         const LoraGroup group{key / routing.buckets, key % routing.buckets - 1, 0, 1};
-        item = read_item(layer, group, blockIdx.x % parts, num_experts, k_steps, max_rank);
+        item = read_item<PROJECTIONS>(layer, group, blockIdx.x % parts, num_experts, k_steps, max_rank);
+        item.take(threadIdx.x / 32, k_steps);
         load_ahead(ahead, item);
     }
     if (item.written_blocks > 0) {
         // The place is worked out while A is on its way.
         DirectTiles direct(shared, num_experts);
-        direct.make(routing, &layer->num_tokens, max_tokens, num_experts, kTokens);
+        if (threadIdx.x < 32) direct.make(routing, &layer->num_tokens, max_tokens, num_experts, kShrinkTokens);
+        __syncthreads();
         item.first_row = direct.place_of(routing, row, key);
         float acc[RANK_BLOCKS][4] = {};
         accumulate(acc, ahead, SentToken{hidden_states + int64_t(token) * k_steps * 32}, item, 0);
-        share(partial, acc);
+        keep(partial, acc, threadIdx.x / 32);
         __syncthreads();
-        write_sums(partial, item, 0, h, rows);
+        write_sums<PROJECTIONS>(partial, item, 0, h, rows, threadIdx.x, kShares * 32);
     }
     // It needs nothing of the kernels before. One block waits for them, so that this kernel does not end before they
     // do.

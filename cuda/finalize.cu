@@ -55,12 +55,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     finalize(const LayerArgs* layer, const int* places, const float* topk_weights, const float* shared_weights,
              const int* token_slots, const DownElement* down, const bf16* delta, bf16* out, int top_k, int num_shared,
              int hidden_stride) {
-    grid_dependency_wait();
-    grid_dependency_launch();
     const int token = blockIdx.x;
     const int column = (blockIdx.y * kThreads + threadIdx.x) * kColumns;
-    if (token >= layer->num_tokens || column >= hidden_stride) return;
     const int choices = top_k + num_shared;
+    const bool real = token < layer->num_tokens && column < hidden_stride;
     const bool has_adapter = LORA && token_slots[token] >= 0;
     Sum sum;
     for (int first = 0; first < choices; first += kBatch) {
@@ -70,10 +68,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             const int choice = first + i;
-            place[i] = choice < choices ? places[token * choices + choice] : -1;
+            place[i] = real && choice < choices ? places[token * choices + choice] : -1;
             weight[i] = choice < top_k                       ? topk_weights[token * top_k + choice]
                         : choice < choices && shared_weights ? shared_weights[token]
                                                              : 1.0f;
+        }
+        // Places and weights are older than the kernel before, which made the down outputs.
+        if (first == 0) {
+            grid_dependency_wait();
+            grid_dependency_launch();
         }
         Row rows[kBatch];
 #pragma unroll
@@ -85,6 +88,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         for (int i = 0; i < kBatch; ++i)
             if (place[i] >= 0) sum.add(weight[i], rows[i].total());
     }
+    if (!real) return;
     uint4 packed{pack_bf16(sum.value[0], sum.value[1]), pack_bf16(sum.value[2], sum.value[3]),
                  pack_bf16(sum.value[4], sum.value[5]), pack_bf16(sum.value[6], sum.value[7])};
     *reinterpret_cast<uint4*>(out + int64_t(token) * hidden_stride + column) = packed;

@@ -18,12 +18,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const Gemm gemm{layer,       IS_DOWN ? layer->down : layer->gate_up,
                     tokens,      tiles,
                     groups,      h,
+                    nullptr,     nullptr,
                     ticket,      *num_tiles * row_tiles,
                     num_experts, k_blocks,
                     row_tiles,   rows,
                     max_rank,    out,
                     out_stride};
-    if (threadIdx.x >= kConsumers) return produce(gemm, memory);
+    if (threadIdx.x >= kConsumers) {
+        Producer<Gemm> producer{gemm, memory};
+        return produce(producer, threadIdx.x == kConsumers ? producer.open() : 0);
+    }
     if (!LORA) grid_dependency_wait();
-    consume(gemm, memory);
+    consume(memory, [&](Consumer& consumer, int item) {
+        const TokenTile tile = tile_of(gemm, memory, item);
+        consume_item<EPILOGUE>(consumer, gemm, tile, item, tile.num_rows);
+    });
 }

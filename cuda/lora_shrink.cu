@@ -3,18 +3,11 @@
 // A block takes one group and RANK_BLOCKS blocks of eight ranks.
 #include "common/shrink.cuh"
 
-struct PermutedTokens {
-    const bf16* tokens;  // BlockMajorK [K/64, rows, 64]
-    int rows;
-    __device__ __forceinline__ uint4 load(int row, int step, int lane) const {
-        return *reinterpret_cast<const uint4*>(tokens + block_major_offset(row, step * 32 + lane % 4 * 8, rows));
-    }
-};
-
-extern "C" __global__ void __launch_bounds__(kWarps * 32, 2)
+extern "C" __global__ void __launch_bounds__(kShares * 32, 2)
     lora_shrink(const LayerArgs* layer, const LoraGroup* groups, const int* num_groups, const bf16* tokens, bf16* h,
                 int num_experts, int k_steps, int rows, int max_rank) {
     __shared__ Partial partial;
+    const int warp = threadIdx.x / 32;
     const int parts = ceil_div(max_rank / kRankBlock, RANK_BLOCKS) * PROJECTIONS;
     const int num_items = *num_groups * parts;
     const PermutedTokens operand{tokens, rows};
@@ -25,7 +18,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 2)
         const bool real = index < num_items;
         Item item{};
         if (real) {
-            item = read_item(layer, groups[index / parts], index % parts, num_experts, k_steps, max_rank);
+            item = read_item<PROJECTIONS>(layer, groups[index / parts], index % parts, num_experts, k_steps, max_rank);
+            item.take(warp, k_steps);
             load_ahead(ahead, item);
         }
         if (index == blockIdx.x) {
@@ -33,13 +27,13 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 2)
             grid_dependency_launch();
         }
         if (item.written_blocks <= 0) continue;
-        for (int row = 0; row < item.num_rows; row += kTokens) {
+        for (int row = 0; row < item.num_rows; row += kShrinkTokens) {
             if (row > 0) load_ahead(ahead, item);
             float acc[RANK_BLOCKS][4] = {};
             accumulate(acc, ahead, operand, item, row);
-            share(partial, acc);
+            keep(partial, acc, warp);
             __syncthreads();
-            write_sums(partial, item, row, h, rows);
+            write_sums<PROJECTIONS>(partial, item, row, h, rows, threadIdx.x, kShares * 32);
             __syncthreads();
         }
     }

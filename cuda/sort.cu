@@ -1,8 +1,8 @@
 // Sorts slot rows by (expert, adapter slot): their places, the token tiles and the adapter groups.
 //
 // Every block counts all slot rows in shared memory and places its own share of them; the first block also writes
-// the token tiles and resets the GEMMs' tickets, the last one writes the adapter groups. A row's place depends on the
-// input alone, not on timing. Rows without a local expert get place -1.
+// the token tiles and resets the GEMMs' tickets and counts, the last one writes the adapter groups. A row's place
+// depends on the input alone, not on timing. Rows without a local expert get place -1.
 #include "common/barrier.cuh"
 #include "common/layer_args.cuh"
 #include "common/layout.cuh"
@@ -24,6 +24,14 @@ struct Rows {
     int* starts;      // [num_experts] first permuted row
     int* groups;      // [num_experts] adapter groups
     int* warp_sums;   // [32]
+};
+
+// What an expert MLP counts down to zero: activations, h of gate and up, and h of down, by expert.
+struct Pending {
+    int* parts;       // [3, num_experts], and the sum of the first
+    int tile_parts;   // row tiles of gate_up
+    int group_parts;  // parts of a shrink of one projection for an adapter group,
+    int row_parts;    // or for each of its rows
 };
 
 __device__ __forceinline__ void count_rows(const Rows& rows, const Routing& routing) {
@@ -85,7 +93,8 @@ __device__ __forceinline__ int rows_in_bucket(const Rows& rows, int expert, int 
     return (bucket + 1 < rows.buckets ? prefix[bucket + 1] : rows.counts[expert]) - prefix[bucket];
 }
 
-__device__ __forceinline__ void write_tiles(const Rows& rows, int tile_rows, TokenTile* tiles, int* num_tiles) {
+__device__ __forceinline__ void write_tiles(const Rows& rows, int tile_rows, TokenTile* tiles, int* num_tiles,
+                                            const Pending& pending) {
     const int per_thread = ceil_div(rows.num_experts, blockDim.x);
     const int first = threadIdx.x * per_thread;
     const int last = min(first + per_thread, rows.num_experts);
@@ -104,8 +113,17 @@ __device__ __forceinline__ void write_tiles(const Rows& rows, int tile_rows, Tok
             tiles[index++] = TokenTile{expert, rows.starts[expert] + row, min(tile_rows, rows.counts[expert] - row),
                                        group | num_groups << 16};
         group += num_groups;
+        const int num_tiles_here = ceil_div(rows.counts[expert], tile_rows);
+        pending.parts[expert] = num_tiles_here * pending.tile_parts;
+        const int bare = rows.buckets > 1 ? rows.prefix[expert * rows.buckets + 1] : rows.counts[expert];
+        const int parts = num_groups * pending.group_parts + (rows.counts[expert] - bare) * pending.row_parts;
+        pending.parts[rows.num_experts + expert] = 2 * parts;
+        pending.parts[2 * rows.num_experts + expert] = parts;
     }
-    if (threadIdx.x == 0) *num_tiles = total;
+    if (threadIdx.x == 0) {
+        *num_tiles = total;
+        pending.parts[3 * rows.num_experts] = total * pending.tile_parts;
+    }
 }
 
 __device__ __forceinline__ void write_groups(const Rows& rows, LoraGroup* groups, int* num_groups) {
@@ -138,8 +156,9 @@ __device__ __forceinline__ int rank_of(const Rows& rows, int row) {
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     sort(const LayerArgs* layer, const int* topk_ids, const int* token_slots, int* places, int* row_slots,
-         TokenTile* tiles, int* num_tiles, LoraGroup* groups, int* num_groups, int* tickets, int top_k, int num_shared,
-         int local_offset, int num_local, int num_slots, int tile_rows, int max_tokens) {
+         TokenTile* tiles, int* num_tiles, LoraGroup* groups, int* num_groups, int* tickets, int* pending, int top_k,
+         int num_shared, int local_offset, int num_local, int num_slots, int tile_rows, int max_tokens, int tile_parts,
+         int group_parts, int row_parts) {
     extern __shared__ __align__(16) uint8_t shared[];
     constexpr int kWarps = kThreads / 32;
     const int lane = threadIdx.x % 32;
@@ -162,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     place_experts(rows);
 
     if (blockIdx.x == 0) {
-        write_tiles(rows, tile_rows, tiles, num_tiles);
+        write_tiles(rows, tile_rows, tiles, num_tiles, Pending{pending, tile_parts, group_parts, row_parts});
         if (threadIdx.x < kTickets) tickets[threadIdx.x] = 0;
     }
     if (blockIdx.x == gridDim.x - 1 && num_slots > 0) write_groups(rows, groups, num_groups);

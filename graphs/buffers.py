@@ -104,6 +104,7 @@ def plan_buffers(geometry: Geometry, num_tokens: int, *, lora: bool) -> ArenaPla
         BufferSpec("tiles", (tiles, 4), word),
         BufferSpec("num_tiles", (1,), word),
         BufferSpec("tickets", (2,), word),
+        BufferSpec("pending", (3 * geometry.experts + 1,), word),
         BufferSpec("tokens", (geometry.hidden_blocks, rows, BLOCK_K), half, 1024),
         BufferSpec("act", (geometry.intermediate_blocks, rows, BLOCK_K), half, 1024),
         BufferSpec("down", (rows, geometry.output_stride), half),

@@ -18,9 +18,21 @@ LORA_ENTRIES = 8
 TOKEN_TILES = (8, 16, 32, 64, 128)
 """Tokens that one tile of a grouped GEMM can hold; the kernel is specialised for each."""
 DIRECT_TILES = TOKEN_TILES[:2]
-"""Those for which the gate_up GEMM exists that sorts for itself and holds all hidden states: as many tokens at most."""
+"""Those for which an expert MLP exists that sorts for itself and holds all hidden states: as many tokens at most."""
+MLP_TILES = TOKEN_TILES[:4]
+"""Those for which an expert MLP exists: wider ones leave it too few registers."""
+FEW_TILE = DIRECT_TILES[0]
+"""The one for which there are halved row tiles too."""
+HALVED_ITEMS, LONE_ITEMS = 64, 128
+"""Whole row tiles of gate_up up to which they are halved, and up to which most multiprocessors have one at the most."""
+MLP_TOKENS = 256
+"""Tokens that an expert MLP takes at the most; more are bound by arithmetic."""
+SHRINK_PARTS = 4
+"""Parts that a shrink of an expert MLP has at least where there are as many blocks of ranks."""
+SHRINK_BYTES = 4 << 10
+"""Static shared memory in which the warps that shrink add their sums up."""
 DIRECT_ROWS = 256
-"""Slot rows that such a GEMM can sort, one a thread."""
+"""Slot rows that such an MLP can sort."""
 MOST_SHARED_BYTES = 227 << 10
 """Shared memory that one block may take on compute capability 9.0."""
 
@@ -136,27 +148,43 @@ class Geometry:
 
     @property
     def direct_plan_bytes(self) -> int:
-        """Shared memory that a block sorts few tokens in: a tile, a key and eight tokens a slot row, and counters."""
-        return DIRECT_ROWS * (8 + 2 + ROW_ALIGN) + 4 * (32 + 2 * self.experts)
+        """Shared memory that a block sorts few tokens in: a tile, three numbers and eight tokens a slot row, and
+        counters."""
+        return DIRECT_ROWS * (8 + 2 + 2 + 2 + ROW_ALIGN) + 4 * (32 + 2 * self.experts)
 
     def direct(self, num_tokens: int, *, lora: bool) -> bool:
-        """Whether the gate_up GEMM of ``num_tokens`` tokens, their top-k as sent, can do without a sorted copy of
-        them."""
-        if num_tokens > direct_tiles(lora=lora)[-1] or num_tokens * self.choices > DIRECT_ROWS:
+        """Whether the first GEMM of ``num_tokens`` tokens, their top-k as sent, needs no sorted copy of them."""
+        if num_tokens > DIRECT_TILES[-1] or num_tokens * self.choices > DIRECT_ROWS:
             return False
-        config = gemm_config(token_tile(self, num_tokens), lora=lora, direct=True)
+        config = self.mlp_config(num_tokens, lora=lora, direct=True)
         needed = config.shared_bytes(staging=True, lora_projections=2 * lora, direct_for=self)
-        return needed <= MOST_SHARED_BYTES
+        return needed + (SHRINK_BYTES if lora else 0) <= MOST_SHARED_BYTES
+
+    def mlp(self, num_tokens: int, *, direct: bool) -> bool:
+        """Whether one kernel has both products of ``num_tokens`` tokens.
+
+        Not where gate_up of few tokens has one tile for most multiprocessors and none for the others: all wait for the
+        slowest then, and two kernels do so in less time.
+        """
+        tile = token_tile(self, num_tokens)
+        lone = direct and tile == FEW_TILE and HALVED_ITEMS < self._gate_up_items(num_tokens) <= LONE_ITEMS
+        return tile <= MLP_TILES[-1] and num_tokens <= MLP_TOKENS and not lone
+
+    def mlp_config(self, num_tokens: int, *, lora: bool, direct: bool) -> "GemmConfig":
+        """How that kernel is compiled. Row tiles are halved where whole ones would be few."""
+        tile = token_tile(self, num_tokens)
+        if direct and tile == FEW_TILE and self._gate_up_items(num_tokens) <= HALVED_ITEMS:
+            return few_config()
+        return gemm_config(tile, lora=lora, direct=direct)
+
+    def _gate_up_items(self, num_tokens: int) -> float:
+        """Whole row tiles of gate_up that few tokens ask for, if each hits other experts than the next."""
+        hits = num_tokens * (self.top_k * self.num_local_experts / self.num_experts + self.num_shared)
+        return hits * self.intermediate_blocks
 
     def lora_groups(self, num_tokens: int) -> int:
         """(expert, adapter slot) pairs that ``num_tokens`` tokens can make at the most."""
         return max(min(num_tokens * self.choices, self.experts * self.max_loras), 1)
-
-
-def direct_tiles(*, lora: bool) -> tuple[int, ...]:
-    """The ``DIRECT_TILES`` that are used. With LoRA the first alone: beyond it, what the shrink loses beside a running
-    GEMM is more than the sort costs."""
-    return DIRECT_TILES[:1] if lora else DIRECT_TILES
 
 
 def token_tile(geometry: Geometry, num_tokens: int) -> int:
@@ -176,15 +204,16 @@ class GemmConfig:
     stages: int
     direct: bool = False
 
-    def threads(self, *, lora: bool) -> int:
-        """Threads of a block: two for each weight row, a producing warp, and with ``lora`` one more."""
-        return 2 * self.block_m + 32 * (1 + lora)
+    def threads(self, *, lora: bool, mlp: bool = False) -> int:
+        """Threads of a block: two for each weight row, a producing warp, with ``lora`` one more, and in an expert
+        ``mlp`` four that shrink."""
+        return 2 * self.block_m + 32 * (1 + lora) + (128 if lora and mlp else 0)
 
     def shared_bytes(self, *, staging: bool, lora_projections: int = 0, direct_for: Geometry | None = None) -> int:
         """Dynamic shared memory of a block; ``staging`` where the epilogue makes activations, ``lora_projections``
         (2 for gate_up, 1 for down) where it adds the LoRA delta, ``direct_for`` the layer of a direct one."""
         token_bytes = round_up(self.max_n * BLOCK_K * 2, 1024)
-        stage_bytes = self.block_m * BLOCK_K * 2 + (0 if self.direct else token_bytes)
+        stage_bytes = self.block_m * BLOCK_K * 2 + token_bytes
         needed = self.stages * stage_bytes + (token_bytes if staging else 0)
         if direct_for is not None:
             needed += direct_for.hidden_blocks * token_bytes
@@ -202,3 +231,9 @@ def gemm_config(tile: int, *, lora: bool = False, direct: bool = False) -> GemmC
     """The configuration for token tiles of ``tile``: six stages keep 96 KiB of weights in flight on every SM. The
     widest tile with LoRA leaves room for four."""
     return GemmConfig(block_m=128, max_n=tile, stages=4 if lora and tile > 64 else 6, direct=direct)
+
+
+def few_config() -> GemmConfig:
+    """That of an expert MLP with halved row tiles, and as many bytes in flight. Alone it is the better one: where every
+    multiprocessor has a whole tile anyway, its smaller copies cost bandwidth."""
+    return GemmConfig(block_m=64, max_n=FEW_TILE, stages=12, direct=True)

@@ -6,12 +6,14 @@ from ..layer.errors import UnsupportedCheckpointError
 from ..layer.spec import RoutingMethod
 from .compiler import Specialisation, compile_kernel
 from .cubins import CubinStore
-from .geometry import TOKEN_TILES, GemmConfig, direct_tiles, gemm_config
+from .geometry import DIRECT_TILES, FEW_TILE, MLP_TILES, TOKEN_TILES, GemmConfig, few_config, gemm_config
 from .kernel import Kernel
 
-EPILOGUE_GATE_UP, EPILOGUE_ACTIVATION, EPILOGUE_DOWN, EPILOGUE_DOWN_FP32 = 0, 1, 2, 3
+EPILOGUE_GATE_UP, EPILOGUE_ACTIVATION, EPILOGUE_DOWN, EPILOGUE_DOWN_FP32, EPILOGUE_BOTH = 0, 1, 2, 3, 4
 RANK_BLOCKS = 2
 """Blocks of eight ranks that one block of the shrink kernel takes."""
+MLP_RANK_BLOCKS = 1
+"""Those that a shrink of the expert MLP takes at once: it has fewer registers."""
 METHODS = {
     RoutingMethod.SOFTMAX_TOPK: 0,
     RoutingMethod.TOPK_SOFTMAX: 1,
@@ -43,6 +45,12 @@ def grouped_gemm(config: GemmConfig, epilogue: int, *, lora: bool) -> Specialisa
             "LORA": int(lora),
         },
     )
+
+
+def expert_mlp(config: GemmConfig, *, lora: bool) -> Specialisation:
+    """Both products of the experts in one kernel; ``lora`` where it shrinks and adds the delta too."""
+    defines = dict(grouped_gemm(config, EPILOGUE_BOTH, lora=lora).defines) | {"DIRECT": int(config.direct)}
+    return Specialisation("expert_mlp.cu", defines | ({"RANK_BLOCKS": MLP_RANK_BLOCKS} if lora else {}))
 
 
 def direct_gemm(config: GemmConfig, *, lora: bool) -> Specialisation:
@@ -109,13 +117,16 @@ def for_tiles(tiles: Iterable[int], *, lora: bool) -> list[Specialisation]:
     ]
 
 
-def direct_gemms() -> list[Specialisation]:
-    """The gate_up GEMMs of few tokens that sort for themselves."""
-    return [
-        direct_gemm(gemm_config(tile, lora=adds, direct=True), lora=adds)
-        for adds in (False, True)
-        for tile in direct_tiles(lora=adds)
-    ]
+def expert_mlps() -> list[Specialisation]:
+    """The kernels that hold both products, of sorted tokens and of few tokens as they came."""
+    either = (False, True)
+    configs = {
+        adds: [few_config()]
+        + [gemm_config(tile, lora=adds, direct=True) for tile in DIRECT_TILES]
+        + [gemm_config(tile, lora=adds) for tile in MLP_TILES]
+        for adds in either
+    }
+    return [expert_mlp(config, lora=adds) for adds in either for config in configs[adds]]
 
 
 def all_specialisations() -> list[Specialisation]:
@@ -129,7 +140,8 @@ def all_specialisations() -> list[Specialisation]:
         *[lora_shrink(projections) for projections in (1, 2)],
         *[lora_expand(projections) for projections in (1, 2)],
         *for_tiles(TOKEN_TILES, lora=True),
-        *direct_gemms(),
+        *expert_mlps(),
+        *[direct_gemm(gemm_config(FEW_TILE, direct=True), lora=lora) for lora in either],
         direct_shrink(),
         activation(),
         *[finalize(lora) for lora in either],

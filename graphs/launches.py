@@ -5,7 +5,8 @@ from .arguments import Argument, float32, int32, int64, pointer
 from .buffers import RoutingInput
 from .geometry import GemmConfig, gemm_config
 from .kernel import Kernel, PreparedLaunch
-from .lora_launches import DOWN, GATE_UP, LoraLaunches
+from .lora_launches import DOWN, GATE_UP
+from .mlp_launches import MlpLaunches
 from .streams import Stream
 
 GATE_TOKENS, GATE_WARPS = 4, 8
@@ -15,7 +16,7 @@ GATHER_WARPS = 4
 FINALIZE_COLUMNS = 128 * 8
 
 
-class Launches(LoraLaunches):
+class Launches(MlpLaunches):
     """Makes the launches of one captured shape. Methods name the kernel; ``stream`` is where it runs."""
 
     __slots__ = ()
@@ -92,6 +93,7 @@ class Launches(LoraLaunches):
                 "groups": self.lora_buffer("groups"),
                 "num_groups": self.lora_buffer("num_groups"),
                 "tickets": self.buffer("tickets"),
+                "pending": self.buffer("pending"),
                 "top_k": int32(geometry.top_k),
                 "num_shared": int32(geometry.num_shared),
                 "local_offset": int32(geometry.local_expert_offset),
@@ -99,11 +101,14 @@ class Launches(LoraLaunches):
                 "num_slots": int32(slots),
                 "tile_rows": int32(self.tile),
                 "max_tokens": int32(self.num_tokens),
+                "tile_parts": int32(2 * geometry.intermediate_stride // self.mlp_config.block_m),
+                "group_parts": int32(0 if self.direct else self.shrink_parts),
+                "row_parts": int32(self.shrink_parts if self.direct else 0),
             },
             waits=True,
             holds=True,
             reads=self.routing_reads,
-            writes=frozenset({"places", "tiles", "num_tiles", "tickets"} | lora_writes),
+            writes=frozenset({"places", "tiles", "num_tiles", "tickets", "pending"} | lora_writes),
         )
 
     def gather(self, stream: Stream) -> PreparedLaunch:
@@ -146,6 +151,7 @@ class Launches(LoraLaunches):
         """The weighted sum over choices; unless ``fused`` it adds the down LoRA's delta first."""
         geometry = self.geometry
         source = "down" if fused else "down_sums"
+        early = self.routing_reads | {"places", "shared_weights"}
         lora_reads = set() if fused else {"down_delta"}
         return self.kernels.get(kernels.finalize(not fused)).prepare(
             grid=(self.num_tokens, -(-geometry.output_stride // FINALIZE_COLUMNS), 1),
@@ -166,7 +172,8 @@ class Launches(LoraLaunches):
             },
             waits=True,
             programmatic=fused,
-            reads=self.routing_reads | {"places", "shared_weights", source} | lora_reads,
+            early=early,
+            reads=early | {source} | lora_reads,
             writes=frozenset({"output"}),
         )
 

@@ -97,7 +97,7 @@ class GraphPool:
         *,
         captured: bool,
         delays: Mapping[str, int] | None = None,
-        sort_few: bool = False,
+        apart: bool = False,
     ) -> Runnable:
         """A runnable of ``variant`` under ``plan``, apart from those of the pool; tests compare such."""
         arena = Arena(plan_buffers(self.geometry, variant.num_tokens, lora=variant.lora), self.memory)
@@ -109,7 +109,7 @@ class GraphPool:
             arena,
             self._kernels,
             self._sm_count,
-            sort_few,
+            apart,
         )
         program = build_program(launches, self._streams, self._events, plan, delays)
         graph = capture(self._streams, program.run, str(variant)) if captured else None

@@ -111,9 +111,20 @@ def _route(build: _Builder) -> None:
 
 
 def _fused(build: _Builder) -> None:
-    """One chain of programmatic launches; without LoRA it is the base layer. For few tokens the
-    gate_up GEMM and its shrink are direct: they start with the sort.
+    """One chain of programmatic launches; without LoRA it is the base layer. Few tokens are direct: what
+    reads the weights of gate_up starts with the sort.
     """
+    make, main = build.make, build.main
+    if make.mlp:
+        build.launch(make.expert_mlp(main))
+    else:
+        _one_by_one(build)
+    build.record(build.events.gemm2_done, main)
+    build.launch(make.finalize(main, fused=True))
+
+
+def _one_by_one(build: _Builder) -> None:
+    """The products as kernels of their own, each behind its shrink."""
     make, main = build.make, build.main
     if make.lora:
         build.launch(make.direct_shrink(main) if make.direct else make.lora_shrink(main, GATE_UP, programmatic=True))
@@ -121,8 +132,6 @@ def _fused(build: _Builder) -> None:
     if make.lora:
         build.launch(make.lora_shrink(main, DOWN, programmatic=True))
     build.launch(make.down_gemm(main, fused=True))
-    build.record(build.events.gemm2_done, main)
-    build.launch(make.finalize(main, fused=True))
 
 
 def _single_stream(build: _Builder) -> None:

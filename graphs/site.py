@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from .arena import Arena
 from .arguments import Argument, int32, pointer
 from .buffers import InputLayout, RoutingInput
-from .geometry import Geometry, token_tile
+from .geometry import RANK_BLOCK, SHRINK_PARTS, GemmConfig, Geometry, token_tile
 from .kernels import Kernels
 
 
@@ -13,7 +13,7 @@ from .kernels import Kernels
 class Site:
     """The sizes, buffers and loaded kernels of a shape; ``lora`` says whether any token may have an adapter.
 
-    ``sort_few``: few tokens are sorted before the gate_up GEMM as many are, for tests and measurements.
+    ``apart``: the products are kernels of their own whatever the shape, for tests and measurements.
     """
 
     geometry: Geometry
@@ -23,7 +23,7 @@ class Site:
     arena: Arena
     kernels: Kernels
     sm_count: int
-    sort_few: bool = False
+    apart: bool = False
 
     @property
     def rows(self) -> int:
@@ -41,9 +41,14 @@ class Site:
         return token_tile(self.geometry, self.num_tokens)
 
     @property
+    def mlp(self) -> bool:
+        """Whether a fused forward has both products in one kernel."""
+        return not self.apart and self.geometry.mlp(self.num_tokens, direct=self.direct)
+
+    @property
     def direct(self) -> bool:
-        """Whether a fused gate_up GEMM makes its tiles from the input, and so needs no gathered tokens."""
-        if self.sort_few or self.routing is not RoutingInput.TOPK:
+        """Whether the first GEMM of a fused forward makes its tiles from the input, and so needs no gathered tokens."""
+        if self.apart or self.routing is not RoutingInput.TOPK:
             return False
         return self.geometry.direct(self.num_tokens, lora=self.lora)
 
@@ -64,6 +69,18 @@ class Site:
             "num_slots": int32(geometry.max_loras if self.lora else 0),
             "max_tokens": int32(self.num_tokens),
         }
+
+    @property
+    def mlp_config(self) -> GemmConfig:
+        """How that kernel is compiled."""
+        return self.geometry.mlp_config(self.num_tokens, lora=self.lora, direct=self.direct)
+
+    @property
+    def shrink_parts(self) -> int:
+        """Parts that a group's blocks of ranks are dealt to in that kernel: a few, and more while blocks are idle."""
+        groups = self.slot_rows if self.direct else self.geometry.lora_groups(self.num_tokens)
+        blocks = max(self.geometry.max_lora_rank // RANK_BLOCK, 1)
+        return min(max(self.sm_count // (2 * groups), SHRINK_PARTS), blocks)
 
     @property
     def layer(self) -> Argument:

@@ -124,13 +124,13 @@ class GpuLayer:
         lora: bool = True,
         captured: bool = False,
         delays: Mapping[str, int] | None = None,
-        sort_few: bool = False,
+        apart: bool = False,
     ) -> Runnable:
         """The program of one variant, built once."""
-        key = (num_tokens, plan, routing, lora, captured, tuple((delays or {}).items()), sort_few)
+        key = (num_tokens, plan, routing, lora, captured, tuple((delays or {}).items()), apart)
         if key not in self._built:
             variant = Variant(num_tokens, routing, lora)
-            self._built[key] = self.pool.build(variant, plan, captured=captured, delays=delays, sort_few=sort_few)
+            self._built[key] = self.pool.build(variant, plan, captured=captured, delays=delays, apart=apart)
         return self._built[key]
 
     def send(self, runnable: Runnable, batch: LayerBatch) -> None:

@@ -46,7 +46,7 @@ def placed(
     assert batch.token_slots is not None
     if one:
         batch.topk_ids.fill_(-1)[:, 0] = layer.spec.num_experts - 1
-    runnable = layer.runnable(shape, plan, lora=lora, sort_few=True)
+    runnable = layer.runnable(shape, plan, lora=lora, apart=True)
     layer.poison()
     layer.send(runnable, batch)
     layer.launch(runnable, "sort", "gather")

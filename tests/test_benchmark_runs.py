@@ -233,12 +233,16 @@ def test_slower_than_before(fake: BenchDriver, tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().err.startswith(f"slower: {SHAPE} T=3 uniform, base, fused: ")
 
 
-BASE_KERNELS = ["sort", "gather", "gate_up_gemm", "down_gemm", "finalize"]
+BASE_KERNELS = ["sort", "expert_mlp", "finalize"]
 LORA_KERNELS = {
-    Plan.FUSED: {*BASE_KERNELS, "lora_shrink of gate_up", "lora_shrink of down"},
+    Plan.FUSED: set(BASE_KERNELS),
     Plan.SINGLE_STREAM: {
-        *BASE_KERNELS,
+        "sort",
+        "gather",
+        "gate_up_gemm",
         "activation",
+        "down_gemm",
+        "finalize",
         *(f"lora_{step} of {half}" for step in ("shrink", "expand") for half in ("gate_up", "down")),
     },
 }
@@ -251,20 +255,21 @@ def test_kernel_rows(fake: BenchDriver, tmp_path: Path, plan: Plan) -> None:
     assert code == 0
     base = [row for row in written["rows"] if row["rank"] == 0]
     lora = [row for row in written["rows"] if row["rank"] == 16]
-    direct = {"gather"}  # which four tokens do without
-    assert [row["kernel"] for row in base] == [name for name in BASE_KERNELS if name not in direct]
-    assert {row["kernel"] for row in lora} == LORA_KERNELS[plan] - (direct if plan is Plan.FUSED else set())
+    assert [row["kernel"] for row in base] == BASE_KERNELS
+    assert {row["kernel"] for row in lora} == LORA_KERNELS[plan]
     counts = fake.graphs[1:]  # after the graph that reads memory
     per_graph = forwards_per_graph(LayerSpec(index=0, hidden_size=72, intermediate_size=40, num_experts=6, top_k=3), 4)
     assert counts == [per_graph * n for rows in (base, lora) for n in range(1, len(rows) + 1)]
     read, weights = ({row["kernel"]: row["bytes"] for row in rows} for rows in (lora, base))
-    assert weights["gate_up_gemm"] == 2 * weights["down_gemm"] > 0
-    assert read["lora_shrink of gate_up"] * 40 == read["lora_shrink of down"] * 2 * 72 > 0
-    expands = {half: read.get(f"lora_expand of {half}", 0) for half in ("gate_up", "down")}
-    total = sum(read[f"{half}_gemm"] + expands[half] - weights[f"{half}_gemm"] for half in expands)
-    assert total == read["lora_shrink of gate_up"] // 2 + 2 * read["lora_shrink of down"], "B is read once, by either"
-    if plan is Plan.SINGLE_STREAM:
-        assert read["gate_up_gemm"] == weights["gate_up_gemm"]
+    if plan is Plan.FUSED:
+        assert read["expert_mlp"] > weights["expert_mlp"] > 0
+    else:
+        assert read["gate_up_gemm"] == 2 * read["down_gemm"]
+        assert read["gate_up_gemm"] + read["down_gemm"] == weights["expert_mlp"]
+        shrunk = {half: read[f"lora_shrink of {half}"] for half in ("gate_up", "down")}
+        assert shrunk["gate_up"] * 40 == shrunk["down"] * 2 * 72 > 0
+        expanded = read["lora_expand of gate_up"] + read["lora_expand of down"]
+        assert expanded == shrunk["gate_up"] // 2 + 2 * shrunk["down"], "B is read once"
     assert read["sort"] is None is read["finalize"]
 
 

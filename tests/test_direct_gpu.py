@@ -57,7 +57,7 @@ def test_the_same_bits_as_sorted(gpu: Gpu, name: str, choose: Callable[[Tensor, 
             assert batch.topk_ids is not None
             choose(batch.topk_ids, spec)
             direct = layer.runnable(shape, Plan.FUSED, lora=lora, captured=True)
-            by_sort = layer.runnable(shape, Plan.FUSED, lora=lora, captured=True, sort_few=True)
+            by_sort = layer.runnable(shape, Plan.FUSED, lora=lora, captured=True, apart=True)
             labels = [launch.label for launch in direct.program.launches]
             assert ("gather" in labels) == (not layer.geometry.direct(shape, lora=lora))
             layer.poison()

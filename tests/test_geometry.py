@@ -14,14 +14,18 @@ from moelet.graphs.geometry import (
     DIRECT_TILES,
     EXCLUSIVE_BYTES,
     LORA_ENTRIES,
+    MLP_TILES,
+    SHRINK_BYTES,
     TOKEN_TILES,
     GemmConfig,
     Geometry,
+    few_config,
     gemm_config,
     token_tile,
 )
 from moelet.graphs.kernels import (
     EPILOGUE_ACTIVATION,
+    EPILOGUE_BOTH,
     EPILOGUE_DOWN,
     EPILOGUE_DOWN_FP32,
     EPILOGUE_GATE_UP,
@@ -159,34 +163,74 @@ def test_the_gemm_asks_for_the_shared_memory_that_it_carves_up(
 
 @pytest.mark.parametrize("experts", [1, 256])
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("tile", DIRECT_TILES)
-def test_the_direct_gemm_asks_for_the_shared_memory_that_it_carves_up(
-    tile: int, lora: bool, experts: int, tmp_path: Path
+@pytest.mark.parametrize("epilogue", [EPILOGUE_ACTIVATION, EPILOGUE_BOTH])
+@pytest.mark.parametrize("config", [gemm_config(tile, direct=True) for tile in DIRECT_TILES] + [few_config()], ids=str)
+def test_the_direct_kernels_ask_for_the_shared_memory_that_they_carve_up(
+    config: GemmConfig, epilogue: int, lora: bool, experts: int, tmp_path: Path
 ) -> None:
     geometry = geometry_of(replace(SPEC, num_experts=experts, num_local_experts=-1, top_k=1))
-    config, projections = gemm_config(tile, lora=lora, direct=True), GEMMS[EPILOGUE_ACTIVATION, lora]
+    projections = 2 * lora
     asked = config.shared_bytes(staging=True, lora_projections=projections, direct_for=geometry)
-    plan = "kDirectRows * (sizeof(DirectTile) + 2 + kRowAlign) + 4 * (32 + 2 * EXPERTS)"
+    plan = "kDirectRows * (sizeof(DirectTile) + 3 * 2 + kRowAlign) + 4 * (32 + 2 * EXPERTS)"
     asserts = [f"{plan} == {geometry.direct_plan_bytes}", f"kDirectRows == {DIRECT_ROWS}"]
     check(tmp_path, '#include "common/direct.cuh"', asserts, {"EXPERTS": experts})
     more = f" + {geometry.hidden_blocks} * kTokenBytes + {geometry.direct_plan_bytes}"
-    assert_carved_up(tmp_path, config, EPILOGUE_ACTIVATION, projections, asked, more)
+    assert_carved_up(tmp_path, config, epilogue, projections, asked, more)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("tile", MLP_TILES)
+def test_the_mlp_asks_for_the_shared_memory_that_it_carves_up(tile: int, lora: bool, tmp_path: Path) -> None:
+    config = gemm_config(tile, lora=lora)
+    asked = config.shared_bytes(staging=True, lora_projections=2 * lora)
+    assert_carved_up(tmp_path, config, EPILOGUE_BOTH, 2 * lora, asked)
+    assert asked + SHRINK_BYTES <= HOPPER_SHARED_BYTES
+
+
+QWEN = replace(SPEC, hidden_size=2048, intermediate_size=768, num_experts=128, num_local_experts=-1, top_k=8)
+SLICE = replace(QWEN, num_local_experts=32)
+SMALL_SLICE = replace(QWEN, intermediate_size=512, num_experts=256, num_local_experts=32)
+
+
+@pytest.mark.parametrize(
+    ("spec", "tokens", "one_kernel", "block_m"),
+    [
+        (QWEN, 1, False, 128),  # 96 row tiles of gate_up for 132 multiprocessors
+        (QWEN, 2, True, 128),
+        (QWEN, 256, True, 128),
+        (QWEN, 257, False, 128),
+        (SLICE, 1, True, 64),
+        (SLICE, 2, True, 64),
+        (SLICE, 4, False, 128),
+        (SLICE, 8, True, 128),
+        (SMALL_SLICE, 16, True, 128),  # as many row tiles, but there is no direct GEMM of 16 tokens alone
+        (replace(QWEN, num_experts=8, num_local_experts=-1, top_k=2), 256, False, 128),
+    ],
+)
+def test_where_one_kernel_has_both_products(spec: LayerSpec, tokens: int, one_kernel: bool, block_m: int) -> None:
+    geometry = geometry_of(spec)
+    direct = geometry.direct(tokens, lora=False)
+    assert direct == (tokens <= 16)
+    assert geometry.mlp(tokens, direct=direct) == one_kernel
+    assert geometry.mlp_config(tokens, lora=False, direct=direct).block_m == block_m
 
 
 def assert_carved_up(
     folder: Path, config: GemmConfig, epilogue: int, projections: int, asked: int, more: str = ""
 ) -> None:
     """The kernel's shared memory is what is ``asked`` for, less what rounding its rings up and exclusion may add."""
-    lora = projections > 0
+    lora, down = projections > 0, epilogue in (EPILOGUE_DOWN, EPILOGUE_DOWN_FP32)
+    threads = config.threads(lora=lora, mlp=epilogue == EPILOGUE_BOTH)
     taken = (
         "STAGES * kStageBytes + kLoraStages * kLoraStageBytes + kStagingBytes + sizeof(Ring) + sizeof(LoraRing)" + more
     )
-    asserts = [f"{taken} <= {asked}", f"kThreads == {config.threads(lora=lora)}", f"kEntries == {LORA_ENTRIES}"]
-    asserts += ["sizeof(Ring) % alignof(LoraRing) == 0", "kLoraStageBytes % 128 == 0", "kHTokenBytes % 16 == 0"]
+    asserts = [f"{taken} <= {asked}", f"kThreads == {threads}", f"kEntries == {LORA_ENTRIES}"]
+    asserts += ["sizeof(Ring) % alignof(LoraRing) == 0", "kLoraStageBytes % 128 == 0"]
+    asserts.append(f"kHTokenBytes<{int(down)}> % 16 == 0")
     if asked > EXCLUSIVE_BYTES:
         asserts.append(f"{taken} > {asked - RINGS_SLACK}")
     if lora:
-        asserts.append(f"kProjections == {projections}")
+        asserts.append(f"kProjections<{int(down)}> == {projections}")
     defines = {name: int(value) for name, value in grouped_gemm(config, epilogue, lora=lora).defines.items()}
     defines["DIRECT"] = int(config.direct)
     check(folder, constants_of("common/gemm_block.cuh", "template <int kStages>\nstruct Cursor"), asserts, defines)

@@ -142,7 +142,7 @@ def test_finalize_sums_in_order(gpu: Gpu, top_k: int, shared: int, gated: bool, 
     )
     layer, tokens, shape = gpu.layer(spec), 50, 64
     geometry, g = layer.geometry, torch.Generator().manual_seed(top_k)
-    runnable = layer.runnable(shape, Plan.SINGLE_STREAM if apart else Plan.FUSED, sort_few=True)
+    runnable = layer.runnable(shape, Plan.SINGLE_STREAM if apart else Plan.FUSED, apart=True)
     batch = random_batch(spec, tokens, slots=[0, -1, 1])
     layer.poison()
     layer.send(runnable, batch)

@@ -58,7 +58,7 @@ def patterned(spec: LayerSpec, tokens: int, pattern: str) -> LayerBatch:
 def test_rows_are_sorted_stably_and_no_other_is_touched(gpu: Gpu, name: str, lora: bool, pattern: str) -> None:
     layer = gpu.layer(SPECS[name])
     for tokens, shape in ((1, 1), (2, 2), (7, 8), (50, 64), (64, 64)):
-        batch, runnable = patterned(layer.spec, tokens, pattern), layer.runnable(shape, lora=lora, sort_few=True)
+        batch, runnable = patterned(layer.spec, tokens, pattern), layer.runnable(shape, lora=lora, apart=True)
         layer.poison()
         layer.send(runnable, batch)
         layer.launch(runnable, "sort")

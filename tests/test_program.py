@@ -22,13 +22,14 @@ from random_layers import GROUPED_SPEC, SHARED_SPEC, SPEC
 pytest.importorskip("cuda.bindings.driver")
 
 TOKENS = 24
-FEW = 8
-"""Tokens whose gate_up GEMM is direct where their top-k is sent."""
+FEW, MANY = 8, 300
+"""Tokens that are direct where their top-k is sent, and those whose products are kernels of their own."""
 SPECS = {
     "plain": SPEC,
     "gated shared": SHARED_SPEC,
     "grouped": GROUPED_SPEC,
     "slice": replace(SHARED_SPEC, num_local_experts=2, local_expert_offset=3),
+    "lone": replace(SPEC, intermediate_size=200),  # few tokens have 96 row tiles of gate_up: two kernels
 }
 
 SINGLE_STREAM = """
@@ -76,6 +77,10 @@ side records joined
 main waits joined
 """
 FUSED = """
+main launches expert_mlp
+main launches finalize
+"""
+ONE_BY_ONE = """
 main launches lora_shrink of gate_up
 main launches gate_up_gemm
 main launches lora_shrink of down
@@ -83,15 +88,11 @@ main launches down_gemm
 main launches finalize
 """
 LORA_STEPS = {
-    Plan.FUSED: FUSED,
     Plan.SINGLE_STREAM: SINGLE_STREAM,
     Plan.TWO_STREAM: TWO_STREAM,
     Plan.TWO_STREAM_OVERLAP_DOWN: TWO_STREAM_OVERLAP_DOWN,
 }
-BASE_STEPS = ["main launches gate_up_gemm", "main launches down_gemm", "main launches finalize"]
-VARIANTS = [
-    Variant(tokens, routing, lora) for tokens, routing, lora in product((FEW, TOKENS), RoutingInput, (False, True))
-]
+VARIANTS = [Variant(*each) for each in product((FEW, TOKENS, MANY), RoutingInput, (False, True))]
 
 
 def waited_for(trace: list[str]) -> list[str]:
@@ -100,19 +101,21 @@ def waited_for(trace: list[str]) -> list[str]:
     return [step for step in trace if " records " not in step or step.split(" records ")[1] in waits]
 
 
-def steps(plan: Plan, variant: Variant, spec: LayerSpec) -> list[str]:
+def steps(plan: Plan, variant: Variant, spec: LayerSpec, *, apart: bool = False) -> list[str]:
     """What a plan runs where, as DESIGN's table draws it."""
     gate = variant.routing is RoutingInput.GATE or (spec.shared_gated and spec.holds_shared_experts)
     routing = ["main launches gate"] * gate + ["main launches route"] * (variant.routing is not RoutingInput.TOPK)
-    rest = LORA_STEPS[plan].split("\n")[1:-1] if variant.lora else BASE_STEPS
-    direct = variant.num_tokens == FEW and variant.routing is RoutingInput.TOPK
-    direct = direct and (plan is Plan.FUSED or not variant.lora)
-    return [*routing, "main launches sort", *([] if direct else ["main launches gather"]), *rest]
+    fused = plan is Plan.FUSED or not variant.lora
+    direct = fused and not apart and (variant.num_tokens, variant.routing) == (FEW, RoutingInput.TOPK)
+    one_by_one = apart or variant.num_tokens == MANY or (direct and spec is SPECS["lone"])
+    rest = (ONE_BY_ONE if one_by_one else FUSED) if fused else LORA_STEPS[plan]
+    lines = [line for line in rest.split("\n")[1:-1] if variant.lora or "lora" not in line]
+    return [*routing, "main launches sort", *([] if direct else ["main launches gather"]), *lines]
 
 
 @pytest.fixture(params=SPECS)
 def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeLayer:
-    return FakeLayer(monkeypatch, SPECS[request.param], (FEW, TOKENS))
+    return FakeLayer(monkeypatch, SPECS[request.param], (FEW, TOKENS, MANY))
 
 
 def topology_of(layer: FakeLayer, plan: Plan, variant: Variant) -> Topology:
@@ -179,41 +182,41 @@ def test_the_fused_plan_is_one_chain_of_programmatic_launches(layer: FakeLayer, 
 
 
 HOLDING = {
-    False: {"gather": {"tiles", "num_tiles"}},
-    True: {
-        "gather": {"groups", "num_groups"},
-        "lora_shrink of gate_up": {"tokens"},
+    (TOKENS, False): {"gather": {"tiles", "num_tiles"}},
+    (TOKENS, True): {"gather": {"tiles", "num_tiles"}},
+    (MANY, False): {"gather": {"tiles", "num_tiles", "places"}},
+    (MANY, True): {
+        **{"gather": {"groups", "num_groups"}, "lora_shrink of gate_up": {"tokens"}},
         "lora_shrink of down": {"act", "tickets"},
     },
 }
-"""What a launch behind each of these reads before it waits, with LoRA and without."""
+"""What a launch behind each of these reads before it waits, by tokens, with LoRA and without."""
 
 
-@pytest.mark.parametrize("lora", HOLDING, ids=["base", "lora"])
-def test_only_these_must_hold(layer: FakeLayer, lora: bool) -> None:
+@pytest.mark.parametrize(("tokens", "lora"), HOLDING)
+def test_only_these_must_hold(layer: FakeLayer, tokens: int, lora: bool) -> None:
     """The kernel behind one reads before it waits what had been made before that one let it start."""
-    topology = topology_of(layer, Plan.FUSED, Variant(TOKENS, RoutingInput.TOPK, lora))
+    topology = topology_of(layer, Plan.FUSED, Variant(tokens, RoutingInput.TOPK, lora))
     for index, node in enumerate(topology.nodes):
         nodes = [*topology.nodes[:index], replace(node, holds=False), *topology.nodes[index + 1 :]]
         found = {hazard.buffer for hazard in find_hazards(replace(topology, nodes=nodes))}
-        assert found == HOLDING[lora].get(node.label, set()), node.label
+        assert found == HOLDING[tokens, lora].get(node.label, set()), node.label
 
 
-@pytest.mark.parametrize(
-    ("lora", "early"), [(False, {"tiles", "num_tiles"}), (True, {"groups", "num_groups"})], ids=["base", "lora"]
-)
-def test_a_direct_gemm_must_hold(layer: FakeLayer, lora: bool, early: set[str]) -> None:
+@pytest.mark.parametrize("lora", [False, True], ids=["base", "lora"])
+def test_a_direct_gemm_must_hold(layer: FakeLayer, lora: bool) -> None:
     """It starts beside the sort, and what comes behind it reads what the sort made before it waits."""
     topology = topology_of(layer, Plan.FUSED, Variant(FEW, RoutingInput.TOPK, lora))
-    index = next(i for i, node in enumerate(topology.nodes) if node.label == "gate_up_gemm")
-    hasty = [replace(node, holds=node.holds and i != index) for i, node in enumerate(topology.nodes)]
+    hasty = [replace(node, holds=node.label == "sort") for node in topology.nodes]
+    one_by_one = {"groups", "num_groups"} if lora else {"tiles", "num_tiles"}
+    early = one_by_one if layer.spec is SPECS["lone"] else {"places"}
     assert {hazard.buffer for hazard in find_hazards(replace(topology, nodes=hasty))} >= early
 
 
 def test_few_tokens_can_be_sorted_as_many_are(layer: FakeLayer) -> None:
     variant = Variant(FEW, RoutingInput.TOPK, True)
-    program = layer.pool.build(variant, Plan.FUSED, captured=False, sort_few=True).program
-    assert waited_for(layer.trace(program)) == steps(Plan.FUSED, replace(variant, num_tokens=TOKENS), layer.spec)
+    program = layer.pool.build(variant, Plan.FUSED, captured=False, apart=True).program
+    assert waited_for(layer.trace(program)) == steps(Plan.FUSED, variant, layer.spec, apart=True)
 
 
 def skip_waits(monkeypatch: pytest.MonkeyPatch, skipped: str) -> None:

@@ -68,6 +68,33 @@ __device__ __forceinline__ void async_copies_wait() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Orders what this thread wrote to, or acquired of, global memory before bulk copies of it: a fence on either side.
+__device__ __forceinline__ void async_writes_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// Makes what the block wrote before its last barrier visible to whoever then sees a count go down.
+__device__ __forceinline__ void release_writes() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+// One of the parts that `pending` counts is there.
+__device__ __forceinline__ void count_down(int* pending) {
+    asm volatile("red.relaxed.gpu.global.add.s32 [%0], -1;" ::"l"(pending) : "memory");
+}
+__device__ __forceinline__ bool is_pending(const int* pending) {
+    int count;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(pending) : "memory");
+    return count != 0;
+}
+// The same, soon outdated and ordering nothing; the thread goes on until it needs to know.
+__device__ __forceinline__ int peek(const int* pending) {
+    int count;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(pending));
+    return count;
+}
+// Waits until all parts are there. What they are may then be read, by bulk copies too.
+__device__ __forceinline__ void await_parts(const int* pending) {
+    while (is_pending(pending)) {
+    }
+    async_writes_fence();
+}
+
 // Barrier `id` (1..15) among `threads` threads of the block.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -6,10 +6,10 @@
 #include "common/barrier.cuh"
 #include "common/layout.cuh"
 #include "common/routing.cuh"
-#include "common/scan.cuh"
 #include "common/tiles.cuh"
 
-constexpr int kDirectRows = 256;  // slot rows at the most, one a thread
+constexpr int kDirectRows = 256;  // slot rows at the most
+constexpr uint16_t kNoRow = 0xffff;
 
 struct DirectTile {
     int16_t expert;
@@ -21,17 +21,21 @@ struct DirectTile {
 struct DirectTiles {
     DirectTile* tiles;    // [kDirectRows]
     uint16_t* keys;       // [kDirectRows]
+    uint16_t* places;     // [kDirectRows] permuted row of each slot row that has one
+    uint16_t* order;      // [kDirectRows] the slot rows that have one, by expert and adapter; kNoRow behind them
     uint8_t* row_tokens;  // [kDirectRows * kRowAlign] the token of each permuted row
-    int* warp_sums;       // [32]
+    int* num_tiles;       // [32] the first of these
     int* counts;          // [num_experts] slot rows
     int* starts;          // [num_experts] first permuted row
 
     __device__ __forceinline__ DirectTiles(uint8_t* memory, int num_experts)
         : tiles(reinterpret_cast<DirectTile*>(memory)),
           keys(reinterpret_cast<uint16_t*>(tiles + kDirectRows)),
-          row_tokens(reinterpret_cast<uint8_t*>(keys + kDirectRows)),
-          warp_sums(reinterpret_cast<int*>(row_tokens + kDirectRows * kRowAlign)),
-          counts(warp_sums + 32),
+          places(keys + kDirectRows),
+          order(places + kDirectRows),
+          row_tokens(reinterpret_cast<uint8_t*>(order + kDirectRows)),
+          num_tiles(reinterpret_cast<int*>(row_tokens + kDirectRows * kRowAlign)),
+          counts(num_tiles + 32),
           starts(counts + num_experts) {}
 
     __device__ __forceinline__ TokenTile operator[](int index) const {
@@ -49,26 +53,42 @@ struct DirectTiles {
         return found;
     }
 
-    // Makes the tiles of up to `tile_rows` tokens and returns how many they are; all threads of the block take part.
+    // Makes the tiles of up to `tile_rows` tokens; one warp does it, so that no barrier lies before the first weights.
     __device__ __forceinline__ int make(const Routing& routing, const int* num_tokens, int max_tokens, int num_experts,
-                                        int tile_rows) {
-        const int row = threadIdx.x;
-        uint16_t key = row < max_tokens * routing.choices ? routing.key_of(row) : kNoKey;
-        for (int i = threadIdx.x; i < num_experts; i += blockDim.x) counts[i] = 0;
-        if (row >= *num_tokens * routing.choices) key = kNoKey;
-        if (row < kDirectRows) keys[row] = key;
-        __syncthreads();
-        if (key != kNoKey) atomicAdd(&counts[key / routing.buckets], 1);
-        __syncthreads();
+                                        int tile_rows) const {
+        constexpr int kBatch = kDirectRows / 32;
+        const int lane = threadIdx.x % 32;
+        const int max_rows = max_tokens * routing.choices;
+        uint16_t held[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) held[i] = lane + 32 * i < max_rows ? routing.key_of(lane + 32 * i) : kNoKey;
+        const int num_rows = *num_tokens * routing.choices;
+        for (int expert = lane; expert < num_experts; expert += 32) counts[expert] = 0;
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int row = lane + 32 * i;
+            const uint16_t key = row < num_rows ? held[i] : kNoKey;
+            keys[row] = key;
+            order[row] = kNoRow;
+            if (key != kNoKey) atomicAdd(&counts[key / routing.buckets], 1);
+        }
+        __syncwarp();
 
-        const int per_thread = ceil_div(num_experts, blockDim.x);
-        const int first = threadIdx.x * per_thread;
-        const int last = min(first + per_thread, num_experts);
-        int mine = 0;  // tiles in the high half, padded rows in the low half
+        const int per_lane = ceil_div(num_experts, 32);
+        const int first = min(lane * per_lane, num_experts);
+        const int last = min(first + per_lane, num_experts);
+        int before = 0;  // tiles in the high half, padded rows in the low half
         for (int expert = first; expert < last; ++expert)
-            mine += ceil_div(counts[expert], tile_rows) << 16 | round_up(counts[expert], kRowAlign);
-        int total;
-        const int before = block_exclusive_scan(mine, warp_sums, total);
+            before += ceil_div(counts[expert], tile_rows) << 16 | round_up(counts[expert], kRowAlign);
+        const int mine = before;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int lower = __shfl_up_sync(~0u, before, step);
+            if (lane >= step) before += lower;
+        }
+        const int total = __shfl_sync(~0u, before, 31) >> 16;
+        before -= mine;
         int index = before >> 16;
         int start = before & 0xffff;
         for (int expert = first; expert < last; ++expert) {
@@ -79,8 +99,9 @@ struct DirectTiles {
                     DirectTile{int16_t(expert), int16_t(start + tile), int16_t(min(tile_rows, count - tile)), 0};
             start += round_up(count, kRowAlign);
         }
-        __syncthreads();
-        return total >> 16;
+        if (lane == 0) *num_tiles = total;
+        __syncwarp();
+        return total;
     }
 
     __device__ __forceinline__ bool precedes(int other, int row, int key, int first_key) const {
@@ -88,24 +109,33 @@ struct DirectTiles {
         return held >= first_key && (held < key || (held == key && other < row));
     }
 
-    // The place of slot row `row`, for all threads of the block, which take part.
+    // The place of slot row `row`, for all kDirectRows threads of the block, which take part.
     __device__ __forceinline__ int place_of(const Routing& routing, int row, int key) const {
         const int expert = key / routing.buckets;
         const int other = threadIdx.x;
         return starts[expert] + __syncthreads_count(precedes(other, row, key, expert * routing.buckets));
     }
 
-    // Notes this thread's slot row at its place: behind the rows of its expert with earlier adapters, and behind
-    // earlier rows of its own.
-    __device__ __forceinline__ void place_row(const Routing& routing, int max_tokens) const {
-        const int row = threadIdx.x;
-        const uint16_t key = keys[row];
-        if (key == kNoKey) return;
-        const int expert = key / routing.buckets;
-        const int first_key = expert * routing.buckets;
-        int rank = 0;
-        for (int other = 0; other < max_tokens * routing.choices; ++other) rank += precedes(other, row, key, first_key);
-        row_tokens[starts[expert] + rank] = uint8_t(row / routing.choices);
+    // Notes every slot row at its place: behind the rows of its expert with earlier adapters, and behind earlier rows
+    // of its own. `kThreads` threads take part.
+    template <int kThreads>
+    __device__ __forceinline__ void place_rows(const Routing& routing, int max_tokens) const {
+        const int max_rows = max_tokens * routing.choices;
+        for (int row = threadIdx.x; row < max_rows; row += kThreads) {
+            const uint16_t key = keys[row];
+            if (key == kNoKey) continue;
+            const int expert = key / routing.buckets;
+            const int first_key = expert * routing.buckets;
+            int rank = 0;  // within the expert
+            int rows_before = 0;
+            for (int other = 0; other < max_rows; ++other) {
+                rank += precedes(other, row, key, first_key);
+                rows_before += precedes(other, row, key, 0);
+            }
+            order[rows_before] = uint16_t(row);
+            places[row] = uint16_t(starts[expert] + rank);
+            row_tokens[starts[expert] + rank] = uint8_t(row / routing.choices);
+        }
     }
 };
 

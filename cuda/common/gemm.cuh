@@ -8,56 +8,66 @@
 // of each tile's adapter groups through a short ring of its own, and the delta joins the sum before the epilogue.
 //
 // Compile-time: BLOCK_M (64 or 128), MAX_N (tokens of the largest tile), STAGES, EPILOGUE, LORA, DIRECT (tiles and
-// tokens come from shared memory: direct_gemm.cu).
+// tokens come from shared memory: expert_mlp.cu, direct_gemm.cu).
 #pragma once
 
 #include "common/gemm_consumer.cuh"
 #include "common/gemm_epilogue.cuh"
-#include "common/gemm_producers.cuh"
+#include "common/gemm_lora_producer.cuh"
+#include "common/gemm_producer.cuh"
 
-template <int N>
+template <int N, int kEpilogue>
 __device__ __forceinline__ void consume_tile(Consumer& consumer, const Gemm& gemm, const TokenTile& tile,
                                              int row_tile) {
+    constexpr bool kDown = kEpilogue == EPILOGUE_DOWN || kEpilogue == EPILOGUE_DOWN_FP32;
     float acc[N / 2];
     [[maybe_unused]] float delta[LORA ? N / 2 : 1];
-    consumer.multiply<N>(acc, gemm.k_blocks);
+    consumer.multiply<N, DIRECT && !kDown>(acc, gemm.k_blocks);
     const int warp_row = threadIdx.x / 32 * 16;
     if (DIRECT) grid_dependency_wait();
 #if LORA
-    consumer.expand<N>(delta, tile);
+    consumer.expand<N, kDown>(delta, tile);
 #endif
-#if EPILOGUE == EPILOGUE_GATE_UP
-    store_gate_up<N>(acc, gemm, tile, row_tile, warp_row);
-#elif EPILOGUE == EPILOGUE_ACTIVATION
-    store_activation<N>(acc, reinterpret_cast<float (&)[N / 2]>(delta), gemm, tile, row_tile, warp_row,
-                        consumer.memory);
-#else
+    if constexpr (kEpilogue == EPILOGUE_GATE_UP) {
+        store_gate_up<N>(acc, gemm, tile, row_tile, warp_row);
+    } else if constexpr (kEpilogue == EPILOGUE_ACTIVATION) {
+        store_activation<N>(acc, reinterpret_cast<float (&)[N / 2]>(delta), gemm, tile, row_tile, warp_row,
+                            consumer.memory);
+    } else {
 #if LORA
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) acc[i] = __fadd_rn(acc[i], delta[i]);
+        for (int i = 0; i < N / 2; ++i) acc[i] = __fadd_rn(acc[i], delta[i]);
 #endif
-    store_down<N>(acc, gemm, tile, row_tile, warp_row);
-#endif
+        store_down<N, kEpilogue>(acc, gemm, tile, row_tile, warp_row);
+    }
 }
 
 // The threads behind the consumers.
-__device__ __forceinline__ void produce(const Gemm& gemm, const Memory& memory) {
+template <typename Work>
+__device__ __forceinline__ void produce(Producer<Work>& producer, int opened) {
     if (threadIdx.x >= kConsumers + 32)
-        LoraProducer{gemm, memory}.run();
+        LoraProducer<Work>{producer.work, producer.memory}.run();
     else if (threadIdx.x == kConsumers)
-        Producer{gemm, memory}.run();
+        producer.run(opened);
 }
 
-// The warpgroups that multiply.
-__device__ __forceinline__ void consume(const Gemm& gemm, const Memory& memory) {
+// The warpgroups that multiply: `consume_item` takes each item as it comes.
+template <typename ConsumeItem>
+__device__ __forceinline__ void consume(const Memory& memory, ConsumeItem consume_item) {
     Consumer consumer{memory};
     while (true) {
         const int stage = consumer.cursor.stage;
         barrier_wait(&memory.ring.barriers.full[stage], consumer.cursor.parity);
         const int item = memory.ring.item[stage];
         if (item == kNoItem) break;
-        const TokenTile tile = tile_of(gemm, memory, item);
-        with_tile_width(DIRECT ? MAX_N : tile.num_rows,
-                        [&]<int N>(Width<N>) { consume_tile<N>(consumer, gemm, tile, item % gemm.row_tiles); });
+        consume_item(consumer, item);
     }
+}
+
+// One item of one product; `num_columns` tokens take part in it.
+template <int kEpilogue>
+__device__ __forceinline__ void consume_item(Consumer& consumer, const Gemm& gemm, const TokenTile& tile, int item,
+                                             int num_columns) {
+    with_tile_width(num_columns,
+                    [&]<int N>(Width<N>) { consume_tile<N, kEpilogue>(consumer, gemm, tile, item % gemm.row_tiles); });
 }

@@ -12,30 +12,35 @@
 #define EPILOGUE_ACTIVATION 1  // silu(gate) * up as the down projection's operand, BlockMajorK [I/64, P, 64]
 #define EPILOGUE_DOWN 2        // bf16 rows, [P, H]
 #define EPILOGUE_DOWN_FP32 3   // fp32 rows, [P, H]
+#define EPILOGUE_BOTH 4        // one kernel has both products: EPILOGUE_ACTIVATION of gate_up, EPILOGUE_DOWN of down
 #define IS_DOWN (EPILOGUE == EPILOGUE_DOWN || EPILOGUE == EPILOGUE_DOWN_FP32)
 
 static_assert(BLOCK_M == 64 || BLOCK_M == 128, "a row tile is one or two warpgroups");
 static_assert(MAX_N % 8 == 0 && MAX_N <= 128, "a token tile is a multiple of 8 up to 128");
-static_assert(!DIRECT || (EPILOGUE == EPILOGUE_ACTIVATION && BLOCK_M == 128 && MAX_N <= 16), "few tokens, gate_up");
-static_assert(!LORA || EPILOGUE == EPILOGUE_ACTIVATION || EPILOGUE == EPILOGUE_DOWN, "the others leave LoRA apart");
+static_assert(!DIRECT || ((EPILOGUE == EPILOGUE_ACTIVATION || EPILOGUE == EPILOGUE_BOTH) && MAX_N <= 16), "few tokens");
+static_assert(!LORA || (EPILOGUE != EPILOGUE_GATE_UP && EPILOGUE != EPILOGUE_DOWN_FP32), "those leave LoRA apart");
 
+constexpr bool kBoth = EPILOGUE == EPILOGUE_BOTH;
 constexpr int kConsumers = 2 * BLOCK_M;
-constexpr int kThreads = kConsumers + 32 + (LORA ? 32 : 0);
+[[maybe_unused]] constexpr int kShrinkThreads = LORA && kBoth ? 128 : 0;  // behind the producers
+constexpr int kThreads = kConsumers + 32 + (LORA ? 32 : 0) + kShrinkThreads;
 constexpr int kWeightBytes = BLOCK_M * kBlockBytes;
 constexpr int kTokenBytes = round_up(MAX_N * kBlockBytes, 1024);  // of one K-block
-constexpr int kStageBytes = kWeightBytes + (DIRECT ? 0 : kTokenBytes);
+constexpr int kStageBytes = kWeightBytes + kTokenBytes;
 [[maybe_unused]] constexpr int kTileFeatures = BLOCK_M / 2;  // features of one gate_up tile
-constexpr int kStagingBytes = EPILOGUE == EPILOGUE_ACTIVATION ? kTokenBytes : 0;
+constexpr int kStagingBytes = EPILOGUE == EPILOGUE_ACTIVATION || kBoth ? kTokenBytes : 0;
 constexpr int kNoItem = -1;
 
 // A LoRA stage: up to kEntries fragments-by-eight-ranks of B, and h of kHBlocks blocks of ranks for all tokens.
-constexpr int kProjections = IS_DOWN ? 1 : 2;
-constexpr int kHTokenBytes = kProjections * kHRowBytes;
+template <bool kDown>
+constexpr int kProjections = kDown ? 1 : 2;
+template <bool kDown>
+constexpr int kHTokenBytes = kProjections<kDown> * kHRowBytes;
 constexpr int kTileFragmentBytes = BLOCK_M / 16 * kFragmentBytes;
 constexpr int kEntries = 8;
 constexpr int kHBlocks = MAX_N > 64 ? 4 : 8;
 constexpr int kLoraStages = LORA ? 2 : 0;
-constexpr int kLoraStageBytes = kEntries * kTileFragmentBytes + kHBlocks * MAX_N * kHTokenBytes;
+constexpr int kLoraStageBytes = kEntries * kTileFragmentBytes + kHBlocks * MAX_N * kHTokenBytes<IS_DOWN>;
 
 template <int kStages>
 struct Barriers {
@@ -96,11 +101,14 @@ struct Memory {
 struct Gemm {
     const LayerArgs* layer;
     const uint8_t* weights;  // [experts, k_blocks, row_tiles * BLOCK_M, 64]
-    const uint8_t* tokens;   // [k_blocks, rows, 64]
+    const uint8_t* tokens;   // [k_blocks, rows, 64]; null where all hidden states are in shared memory
     const TokenTile* tiles;
     const LoraGroup* groups;
     const bf16* h;  // [R/8, rows, projections, 8]
-    int* ticket;    // items taken beyond the first of each block; zero at launch
+    // [experts] parts that are still to come, of the tokens and of h; null where kernels before have made them.
+    const int* tokens_pending;
+    const int* h_pending;
+    int* ticket;  // items taken beyond the first of each block; zero at launch
     int num_items;
     int num_experts;
     int k_blocks;
@@ -109,6 +117,8 @@ struct Gemm {
     int max_rank;
     void* out;
     int out_stride;
+
+    __device__ __forceinline__ const int* all_pending() const { return tokens_pending; }
 };
 
 __device__ __forceinline__ TokenTile tile_of(const Gemm& gemm, const Memory& memory, int item) {

@@ -13,7 +13,8 @@ struct Consumer {
         if (threadIdx.x % 32 == 0) barrier_arrive(empty);
     }
 
-    template <int N>
+    // The sum of one tile's K-blocks; with `kHidden` the tokens are all hidden states, in shared memory.
+    template <int N, bool kHidden>
     __device__ __forceinline__ void multiply(float (&acc)[N / 2], int k_blocks) {
         Barriers<STAGES>& barriers = memory.ring.barriers;
         const int warpgroup = threadIdx.x / 128;
@@ -24,8 +25,8 @@ struct Consumer {
             barrier_wait(&barriers.full[cursor.stage], cursor.parity);
             const uint32_t stage = shared_address(memory.stages) + cursor.stage * kStageBytes;
             const uint64_t a = operand_descriptor(stage + warpgroup * 64 * kBlockBytes);
-            const uint64_t b =
-                operand_descriptor(DIRECT ? shared_address(memory.hidden) + block * kTokenBytes : stage + kWeightBytes);
+            const uint64_t b = operand_descriptor(kHidden ? shared_address(memory.hidden) + block * kTokenBytes
+                                                          : stage + kWeightBytes);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kBlockK / 16; ++k) Wgmma<N>::multiply(acc, a + 2 * k, b + 2 * k);
@@ -39,19 +40,20 @@ struct Consumer {
         release(&barriers.empty[previous]);
     }
 
-    // The tile's row of each column that this lane reads h of, -1 for none; without DIRECT they are the same.
-    template <int N>
+    // The tile's row of each column that this lane reads h of, -1 for none; they are the same unless the
+    // columns are all tokens.
+    template <int N, bool kHidden>
     __device__ __forceinline__ void column_rows(int (&column_row)[N / 8], const TokenTile& tile) {
         const int lane = volatile_lane();
 #pragma unroll
         for (int j = 0; j < N / 8; ++j) {
             const int column = 8 * j + lane / 4;
-            column_row[j] = DIRECT ? memory.direct.row_of_token(tile, column) : column;
+            column_row[j] = kHidden ? memory.direct.row_of_token(tile, column) : column;
         }
     }
 
     // delta += B h over one stage's entries; rows of other groups count as zero.
-    template <int N>
+    template <int N, bool kDown>
     __device__ __forceinline__ void expand_stage(float (&delta)[N / 2], const int (&column_row)[N / 8],
                                                  int padded_rows) {
         const int lane = volatile_lane();
@@ -62,36 +64,36 @@ struct Consumer {
         for (int i = 0; i < num_entries; ++i) {
             const LoraStageEntry entry = memory.lora.entries[lora_cursor.stage][i];
             const uint2 b = *reinterpret_cast<const uint2*>(fragments + i * kTileFragmentBytes);
-            const uint8_t* block = h + entry.block * padded_rows * kHTokenBytes;
+            const uint8_t* block = h + entry.block * padded_rows * kHTokenBytes<kDown>;
 #pragma unroll
             for (int j = 0; j < N / 8; ++j) {
                 const int row = column_row[j];
                 const bool mine = row >= entry.first_row && row < entry.last_row;
-                const uint8_t* values = block + row * kHTokenBytes;
+                const uint8_t* values = block + row * kHTokenBytes<kDown>;
                 const uint32_t low = mine ? *reinterpret_cast<const uint32_t*>(values) : 0;
                 float (&sums)[4] = reinterpret_cast<float (&)[4]>(delta[4 * j]);
-#if IS_DOWN
-                expand_down(sums, b, low);
-#else
-                const uint32_t high = mine ? *reinterpret_cast<const uint32_t*>(values + kHRowBytes) : 0;
-                expand_gate_up(sums, b, low, high);
-#endif
+                if constexpr (kDown) {
+                    expand_down(sums, b, low);
+                } else {
+                    const uint32_t high = mine ? *reinterpret_cast<const uint32_t*>(values + kHRowBytes) : 0;
+                    expand_gate_up(sums, b, low, high);
+                }
             }
         }
     }
 
-    template <int N>
+    template <int N, bool kDown>
     __device__ __forceinline__ void expand(float (&delta)[N / 2], const TokenTile& tile) {
         Barriers<2>& barriers = memory.lora.barriers;
         const int padded_rows = round_up(tile.num_rows, kRowAlign);
         int column_row[N / 8];
-        column_rows<N>(column_row, tile);
+        column_rows<N, DIRECT && !kDown>(column_row, tile);
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) delta[i] = 0.0f;
         for (bool last = false; !last;) {
             barrier_wait(&barriers.full[lora_cursor.stage], lora_cursor.parity);
             last = memory.lora.last[lora_cursor.stage];
-            expand_stage<N>(delta, column_row, padded_rows);
+            expand_stage<N, kDown>(delta, column_row, padded_rows);
             __syncwarp();
             release(&barriers.empty[lora_cursor.stage]);
             lora_cursor.advance();

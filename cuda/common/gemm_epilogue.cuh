@@ -22,7 +22,7 @@ __device__ __forceinline__ void store_gate_up(const float (&acc)[N / 2], const G
         }
 }
 
-template <int N>
+template <int N, int kEpilogue>
 __device__ __forceinline__ void store_down(const float (&acc)[N / 2], const Gemm& gemm, const TokenTile& tile,
                                            int row_tile, int warp_row) {
     const int lane = volatile_lane();
@@ -35,7 +35,7 @@ __device__ __forceinline__ void store_down(const float (&acc)[N / 2], const Gemm
             const int token = 8 * j + 2 * (lane % 4) + t;
             if (token >= tile.num_rows) continue;
             const int64_t index = first + int64_t(token) * (gemm.out_stride / 2);
-            if (EPILOGUE == EPILOGUE_DOWN_FP32)
+            if (kEpilogue == EPILOGUE_DOWN_FP32)
                 static_cast<float2*>(gemm.out)[index] = float2{acc[4 * j + t], acc[4 * j + 2 + t]};
             else
                 static_cast<uint32_t*>(gemm.out)[index] = pack_bf16(acc[4 * j + t], acc[4 * j + 2 + t]);
@@ -72,5 +72,7 @@ __device__ __forceinline__ void store_activation(const float (&acc)[N / 2], cons
         *reinterpret_cast<uint4*>(out + row * kBlockK + (chunk ^ (row & 7)) * kChunk) =
             *reinterpret_cast<const uint4*>(staging + column * kBlockK + (chunk ^ (column & 7)) * kChunk);
     }
+    // With both products in one kernel, other blocks bring this tile in as tokens of down.
+    if (kBoth) async_writes_fence();
     named_barrier_sync(1, kConsumers);
 }

@@ -1,10 +1,15 @@
-// The product of the shrink kernels: h = scaling * A x of up to 16 tokens, by a block of eight warps.
+// The product of the shrink kernels: h = scaling * A x of up to 16 tokens, by the warps of a block.
 //
-// Tokens are the M operand, eight ranks the N operand. The warps split K in a fixed way and their sums are added in a
-// fixed order, so that a token's h does not depend on its neighbours. Only live ranks are read.
+// Tokens are the M operand, eight ranks the N operand. K is split among the warps in a fixed way and their sums are
+// added in a fixed order, so that a token's h does not depend on its neighbours. Only live ranks are read.
 //
-// Compile-time: PROJECTIONS (2: gate and up side by side; 1: down), RANK_BLOCKS.
+// Compile-time: RANK_BLOCKS. `kProjections` is 2 for gate and up side by side, 1 for down.
 #pragma once
+
+#ifndef SHRINK_UNROLL
+#define SHRINK_UNROLL 2
+#define SHRINK_HALVES 2
+#endif
 
 #include "common/barrier.cuh"
 #include "common/layer_args.cuh"
@@ -12,9 +17,10 @@
 #include "common/lora.cuh"
 #include "common/tiles.cuh"
 
-constexpr int kWarps = 8;
-constexpr int kTokens = 16;                  // one M tile
-constexpr int kUnroll = 2;                   // K steps of 32 loaded together
+constexpr int kShares = 8;                   // of K, each summed by one warp
+constexpr int kShrinkTokens = 16;            // one M tile
+constexpr int kUnroll = SHRINK_UNROLL;       // K steps of 32 loaded together
+constexpr int kHalves = SHRINK_HALVES;       // of an M tile that hold tokens
 constexpr int kRankBlockBytes = 8 * 32 * 2;  // eight ranks by 32 of K
 
 // One group's rows and the blocks of ranks that a block of threads takes; a warp's share of K.
@@ -28,33 +34,36 @@ struct Item {
     int num_rows;
     int projection;
     int first_block;
-    int begin;  // steps of 32 elements of K
+    int begin;  // steps of 32 elements of K: one of the kShares
     int end;
+
+    __device__ __forceinline__ void take(int share, int k_steps) {
+        begin = k_steps * share / kShares;
+        end = k_steps * (share + 1) / kShares;
+    }
 };
 
 // The `index`th part of what `group` asks for: there are as many as chunks of ranks and projections.
+template <int kProjections>
 __device__ __forceinline__ Item read_item(const LayerArgs* layer, const LoraGroup& group, int index, int num_experts,
                                           int k_steps, int max_rank) {
-    const int warp = threadIdx.x / 32;
     const int max_blocks = max_rank / kRankBlock;
     const int chunks = ceil_div(max_blocks, RANK_BLOCKS);
     const LoraEntry entry = layer->lora[group.slot * num_experts + group.expert];
     Item item;
     item.projection = index / chunks;
     item.first_block = index % chunks * RANK_BLOCKS;
-    const int rank = PROJECTIONS == 1 ? entry.rank[2] : item.projection == 0 ? entry.rank[0] : entry.rank[1];
-    item.scaling = PROJECTIONS == 1 ? entry.scaling[2] : item.projection == 0 ? entry.scaling[0] : entry.scaling[1];
+    const int rank = kProjections == 1 ? entry.rank[2] : item.projection == 0 ? entry.rank[0] : entry.rank[1];
+    item.scaling = kProjections == 1 ? entry.scaling[2] : item.projection == 0 ? entry.scaling[0] : entry.scaling[1];
     item.live_blocks = ceil_div(rank, kRankBlock) - item.first_block;
-    item.written_blocks = PROJECTIONS == 2 ? ceil_div(max(entry.rank[0], entry.rank[1]), kRankBlock) - item.first_block
-                                           : item.live_blocks;
+    item.written_blocks = kProjections == 2 ? ceil_div(max(entry.rank[0], entry.rank[1]), kRankBlock) - item.first_block
+                                            : item.live_blocks;
     item.first_row = group.first_row;
     item.num_rows = group.num_rows;
-    item.begin = k_steps * warp / kWarps;
-    item.end = k_steps * (warp + 1) / kWarps;
     item.a_block = int64_t(k_steps) * kRankBlockBytes;
-    const int source = PROJECTIONS == 2 && (entry.shared_a >> item.projection & 1) ? 0 : group.expert;
-    item.a = (PROJECTIONS == 2 ? layer->lora_a_gate_up : layer->lora_a_down) +
-             (int64_t(group.slot) * num_experts + source) * item.a_block * max_blocks * PROJECTIONS +
+    const int source = kProjections == 2 && (entry.shared_a >> item.projection & 1) ? 0 : group.expert;
+    item.a = (kProjections == 2 ? layer->lora_a_gate_up : layer->lora_a_down) +
+             (int64_t(group.slot) * num_experts + source) * item.a_block * max_blocks * kProjections +
              (item.projection * max_blocks + item.first_block) * item.a_block;
     return item;
 }
@@ -86,7 +95,7 @@ __device__ __forceinline__ void multiply(float (&acc)[RANK_BLOCKS][4], const Wei
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int token = row + lane / 4 + 8 * half;
-            x[u][half] = step + u < item.end && token < item.num_rows
+            x[u][half] = step + u < item.end && token < item.num_rows && half < kHalves
                              ? operand.load(item.first_row + token, step + u, lane)
                              : uint4{0, 0, 0, 0};
         }
@@ -100,10 +109,19 @@ __device__ __forceinline__ void multiply(float (&acc)[RANK_BLOCKS][4], const Wei
         }
 }
 
+struct PermutedTokens {
+    const bf16* tokens;  // BlockMajorK [K/64, rows, 64]
+    int rows;
+    __device__ __forceinline__ uint4 load(int row, int step, int lane) const {
+        return *reinterpret_cast<const uint4*>(tokens + block_major_offset(row, step * 32 + lane % 4 * 8, rows));
+    }
+};
+
 // Sums of one M tile over this warp's K range; `ahead` holds the first two batches of A already.
 template <typename Operand>
 __device__ __forceinline__ void accumulate(float (&acc)[RANK_BLOCKS][4], Weights (&ahead)[2], const Operand& operand,
                                            const Item& item, int row) {
+#pragma unroll 1
     for (int step = item.begin; step < item.end; step += 2 * kUnroll)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -119,27 +137,28 @@ __device__ __forceinline__ void load_ahead(Weights (&ahead)[2], const Item& item
     ahead[1].load(item, item.begin + kUnroll);
 }
 
-using Partial = float[kWarps][RANK_BLOCKS][kTokens][8];
+using Partial = float[kShares][RANK_BLOCKS][kShrinkTokens][8];
 
-__device__ __forceinline__ void share(Partial& partial, const float (&acc)[RANK_BLOCKS][4]) {
-    const int warp = threadIdx.x / 32;
+__device__ __forceinline__ void keep(Partial& partial, const float (&acc)[RANK_BLOCKS][4], int share) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int b = 0; b < RANK_BLOCKS; ++b)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) partial[warp][b][lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2] = acc[b][i];
+        for (int i = 0; i < 4; ++i) partial[share][b][lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2] = acc[b][i];
 }
 
 // Adds the warps' sums of one M tile, which starts at row `row` of the item, and writes h.
-__device__ __forceinline__ void write_sums(const Partial& partial, const Item& item, int row, bf16* h, int rows) {
-    for (int i = threadIdx.x; i < RANK_BLOCKS * kTokens * 8; i += kWarps * 32) {
-        const int b = i / (kTokens * 8);
-        const int token = i / 8 % kTokens;
+template <int kProjections>
+__device__ __forceinline__ void write_sums(const Partial& partial, const Item& item, int row, bf16* h, int rows,
+                                           int thread, int threads) {
+    for (int i = thread; i < RANK_BLOCKS * kShrinkTokens * 8; i += threads) {
+        const int b = i / (kShrinkTokens * 8);
+        const int token = i / 8 % kShrinkTokens;
         float sum = 0.0f;
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) sum += partial[w][b][token][i % 8];
+        for (int w = 0; w < kShares; ++w) sum += partial[w][b][token][i % 8];
         if (row + token < item.num_rows && b < item.written_blocks)
-            h[h_offset(item.first_block + b, item.first_row + row + token, item.projection, rows, PROJECTIONS) +
+            h[h_offset(item.first_block + b, item.first_row + row + token, item.projection, rows, kProjections) +
               i % 8] = to_bf16(sum * item.scaling);
     }
 }

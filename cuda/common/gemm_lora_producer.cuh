@@ -1,0 +1,131 @@
+// The producing warp of the grouped GEMM that brings the adapters' B and h.
+#pragma once
+
+#include "common/gemm_block.cuh"
+
+// One adapter group of a tile; each lane of the producer holds one.
+template <bool kDown>
+struct GroupSource {
+    const uint8_t* b = nullptr;  // this row tile's fragments of the first block of ranks
+    int first_row = 0;           // within the tile
+    int last_row = 0;
+    int rank_blocks = 0;
+
+    GroupSource() = default;
+    __device__ __forceinline__ GroupSource(const Gemm& gemm, const TokenTile& tile, int row_tile, int index) {
+        if (index >= tile.groups >> 16) return;
+        const LoraGroup group = gemm.groups[(tile.groups & 0xffff) + index];
+        const LoraEntry entry = gemm.layer->lora[group.slot * gemm.num_experts + group.expert];
+        first_row = max(group.first_row - tile.first_row, 0);
+        last_row = min(group.first_row + group.num_rows - tile.first_row, tile.num_rows);
+        const int rank = kDown ? entry.rank[2] : max(entry.rank[0], entry.rank[1]);
+        rank_blocks = first_row < last_row ? ceil_div(rank, kRankBlock) : 0;
+        const int source = kDown && entry.shared_b ? 0 : group.expert;
+        const int64_t fragments = int64_t(gemm.row_tiles) * kTileFragmentBytes;
+        b = (kDown ? gemm.layer->lora_b_down : gemm.layer->lora_b_gate_up) +
+            (int64_t(group.slot) * gemm.num_experts + source) * fragments * (gemm.max_rank / kRankBlock) +
+            int64_t(row_tile) * kTileFragmentBytes;
+    }
+    __device__ __forceinline__ GroupSource of_lane(int lane) const {
+        GroupSource other;
+        other.b = reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(b), lane));
+        other.first_row = __shfl_sync(~0u, first_row, lane);
+        other.last_row = __shfl_sync(~0u, last_row, lane);
+        other.rank_blocks = __shfl_sync(~0u, rank_blocks, lane);
+        return other;
+    }
+};
+
+// The warp that brings the adapters' part of each announced item; its lanes go together.
+template <typename Work>
+struct LoraProducer {
+    const Work& work;
+    const Memory& memory;
+    Cursor<2> cursor;
+    Cursor<2> announcement;
+    const uint64_t policy = evict_first_policy();
+    const int lane = threadIdx.x % 32;
+
+    __device__ __forceinline__ int next_item() {
+        LoraRing& lora = memory.lora;
+        barrier_wait(&lora.announced[announcement.stage], announcement.parity);
+        const int item = lora.item[announcement.stage];
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&lora.noted[announcement.stage]);
+        announcement.advance();
+        return item;
+    }
+    // Entries of one stage: a lane an entry of B, a lane a block of h. None: the tile's end alone.
+    template <bool kDown>
+    __device__ __forceinline__ void load_stage(const Gemm& gemm, const TokenTile& tile, const GroupSource<kDown>& mine,
+                                               int block, int num_entries, int first_h_block, int h_blocks, bool last) {
+        LoraRing& lora = memory.lora;
+        const int stage = cursor.stage;
+        const int padded_rows = round_up(tile.num_rows, kRowAlign);
+        barrier_wait(&lora.barriers.empty[stage], cursor.parity ^ 1);
+        if (lane < num_entries)
+            lora.entries[stage][lane] =
+                LoraStageEntry{int16_t(mine.first_row), int16_t(mine.last_row), block - first_h_block};
+        if (lane == 0) {
+            lora.num_entries[stage] = num_entries;
+            lora.last[stage] = last;
+        }
+        __syncwarp();
+        uint64_t* full = &lora.barriers.full[stage];
+        if (lane == 0)
+            barrier_expect(full, num_entries * kTileFragmentBytes + h_blocks * padded_rows * kHTokenBytes<kDown>);
+        __syncwarp();
+        uint8_t* target = memory.lora_stages + stage * kLoraStageBytes;
+        if (lane < num_entries)
+            bulk_load(target + lane * kTileFragmentBytes, mine.b + int64_t(block) * gemm.row_tiles * kTileFragmentBytes,
+                      kTileFragmentBytes, full, policy);
+        if (gemm.h_pending && h_blocks > 0) await_parts(gemm.h_pending + tile.expert);
+        if (lane < h_blocks)
+            bulk_load(target + kEntries * kTileFragmentBytes + lane * padded_rows * kHTokenBytes<kDown>,
+                      gemm.h + h_offset(first_h_block + lane, tile.first_row, 0, gemm.rows, kProjections<kDown>),
+                      padded_rows * kHTokenBytes<kDown>, full, policy);
+        cursor.advance();
+    }
+    // Entries are the (group, block of ranks) pairs whose block lies in one chunk of kHBlocks, numbered group by group.
+    template <bool kDown>
+    __device__ __forceinline__ void load_tile(const Gemm& gemm, int item) {
+        const TokenTile tile = gemm.tiles[item / gemm.row_tiles];
+        const int row_tile = item % gemm.row_tiles;
+        const int num_groups = tile.groups >> 16;
+        for (int batch = 0; batch < num_groups; batch += 32) {
+            const GroupSource<kDown> group(gemm, tile, row_tile, batch + lane);
+            const int most = __reduce_max_sync(~0u, group.rank_blocks);
+            for (int first = 0; first < most; first += kHBlocks) {
+                const int mine = min(max(group.rank_blocks - first, 0), kHBlocks);
+                int end = mine;
+#pragma unroll
+                for (int step = 1; step < 32; step *= 2) {
+                    const int lower = __shfl_up_sync(~0u, end, step);
+                    if (lane >= step) end += lower;
+                }
+                const int total = __shfl_sync(~0u, end, 31);
+                for (int entry = 0; entry < total; entry += kEntries) {
+                    // This lane's entry belongs to the first group that ends beyond it.
+                    int owner = 0;
+                    for (int other = 0; other < min(num_groups - batch, 32) - 1; ++other)
+                        owner += __shfl_sync(~0u, end, other) <= entry + lane;
+                    const int block = first + entry + lane - __shfl_sync(~0u, end - mine, owner);
+                    const bool last = batch + 32 >= num_groups && first + kHBlocks >= most && entry + kEntries >= total;
+                    load_stage(gemm, tile, group.of_lane(owner), block, min(kEntries, total - entry), first,
+                               min(most - first, kHBlocks), last);
+                }
+            }
+            if (most == 0 && batch + 32 >= num_groups) load_stage(gemm, tile, group, 0, 0, 0, 0, true);
+        }
+        if (num_groups == 0) load_stage(gemm, tile, GroupSource<kDown>{}, 0, 0, 0, 0, true);
+    }
+    __device__ __forceinline__ void run() {
+        grid_dependency_wait();
+        for (int item = next_item(); item != kNoItem; item = next_item()) load_item(*this, work, item);
+    }
+};
+
+template <typename Work>
+__device__ __forceinline__ void load_item(LoraProducer<Work>& producer, const Gemm& gemm, int item) {
+    producer.template load_tile<IS_DOWN>(gemm, item);
+}

@@ -1,0 +1,37 @@
+// Both products of the experts under one ticket: all items of gate_up, then those of down.
+#pragma once
+
+#include "common/gemm.cuh"
+
+constexpr int kPlacedBarrier = 2;  // named barriers beside the consumers' own
+constexpr int kShrinkBarrier = 3;
+
+// An item of down waits until the activations of its expert are there. None of gate_up waits for another, and whoever
+// waits has taken its item later than those that it waits for were taken: all end.
+struct Mlp {
+    Gemm gate_up;
+    Gemm down;
+    int* ticket;
+    int num_items;
+
+    // The items of `num_tiles` token tiles.
+    __device__ __forceinline__ void take(int num_tiles) {
+        gate_up.num_items = num_tiles * gate_up.row_tiles;
+        num_items = gate_up.num_items + num_tiles * down.row_tiles;
+    }
+    // The count of all activations, behind those by expert.
+    __device__ __forceinline__ const int* all_pending() const { return down.tokens_pending + 3 * down.num_experts; }
+    __device__ __forceinline__ bool is_down(int item) const { return item >= gate_up.num_items; }
+};
+
+__device__ __forceinline__ Source source_of(const Mlp& mlp, const Memory& memory, int item) {
+    if (mlp.is_down(item)) return source_of(mlp.down, memory, item - mlp.gate_up.num_items);
+    return source_of(mlp.gate_up, memory, item);
+}
+
+__device__ __forceinline__ void load_item(LoraProducer<Mlp>& producer, const Mlp& mlp, int item) {
+    if (mlp.is_down(item))
+        producer.load_tile<true>(mlp.down, item - mlp.gate_up.num_items);
+    else
+        producer.load_tile<false>(mlp.gate_up, item);
+}

@@ -1,0 +1,73 @@
+"""The typed launch of the kernel that has both products of the experts."""
+
+from . import kernels
+from .arguments import Argument, int32, pointer
+from .kernel import PreparedLaunch
+from .lora_launches import GATE_UP, LoraLaunches
+from .streams import Stream
+
+
+class MlpLaunches(LoraLaunches):
+    """The part of ``Launches`` that takes the two GEMMs, and what LoRA has between them, in one."""
+
+    __slots__ = ()
+
+    def expert_mlp(self, stream: Stream) -> PreparedLaunch:
+        """Both products of the experts, and the shrinks between; few tokens it takes as they came."""
+        geometry, config = self.geometry, self.mlp_config
+        row_tiles = (2 * geometry.intermediate_stride + geometry.output_stride) // config.block_m
+        items = geometry.token_tiles(self.num_tokens, self.tile) * row_tiles
+        sorted_reads = set() if self.direct else {"tokens"}
+        lora_reads = {"tiles", "groups"} | ({"num_groups"} if sorted_reads else set()) if self.lora else set()
+        lora_writes = {"gate_up_h", "down_h"} if self.lora else set()
+        sorted_early = set() if self.direct else {"tiles", "num_tiles"}
+        shrunk_early = {"gate_up_h"} if self.direct and self.lora else set()
+        return self.kernels.get(kernels.expert_mlp(config, lora=self.lora), dynamic=True).prepare(
+            grid=(min(items, self.sm_count), 1, 1),
+            block=(config.threads(lora=self.lora, mlp=True), 1, 1),
+            dynamic_shared_bytes=config.shared_bytes(
+                staging=True,
+                lora_projections=GATE_UP if self.lora else 0,
+                direct_for=geometry if self.direct else None,
+            ),
+            stream=stream,
+            arguments=self._mlp_buffers() | self._mlp_sizes(),
+            waits=True,
+            holds=True,
+            programmatic=True,
+            early=frozenset({"input"} | sorted_early | shrunk_early),
+            reads=frozenset({"input"} | sorted_early | sorted_reads | lora_reads),
+            writes=frozenset({"act", "down", "tickets", "pending"} | lora_writes),
+        )
+
+    def _mlp_buffers(self) -> dict[str, Argument]:
+        """The buffers, null where the kernel as it is compiled touches none."""
+        null, direct, lora = pointer(0), self.direct, self.lora
+        return {
+            "layer": self.layer,
+            **(self.direct_input if direct else dict.fromkeys(("hidden_states", "topk_ids", "token_slots"), null)),
+            "tokens": null if direct else self.buffer("tokens"),
+            "tiles": null if direct and not lora else self.buffer("tiles"),
+            "num_tiles": null if direct else self.buffer("num_tiles"),
+            "groups": self.lora_buffer("groups"),
+            "num_groups": null if direct else self.lora_buffer("num_groups"),
+            "gate_up_h": self.lora_buffer("gate_up_h"),
+            "down_h": self.lora_buffer("down_h"),
+            "ticket": self.buffer("tickets"),
+            "pending": self.buffer("pending"),
+            "act": self.buffer("act"),
+            "down": self.buffer("down"),
+        }
+
+    def _mlp_sizes(self) -> dict[str, Argument]:
+        geometry = self.geometry
+        return {
+            **self.direct_sizes,
+            "num_experts": int32(geometry.experts),
+            "hidden_blocks": int32(geometry.hidden_blocks),
+            "intermediate_blocks": int32(geometry.intermediate_blocks),
+            "output_stride": int32(geometry.output_stride),
+            "rows": int32(self.rows),
+            "max_rank": int32(geometry.max_lora_rank),
+            "shrink_parts": int32(self.shrink_parts),
+        }
