@@ -34,6 +34,7 @@ MATRICES = {
     "gate_up_gemm": ("gate_up",),
     "down_gemm": ("down",),
     "lora_shrink of gate_up": ("a_gate_up",),
+    "gather and lora_shrink of gate_up": ("a_gate_up",),
     "lora_expand of gate_up": ("b_gate_up",),
     "lora_shrink of down": ("a_down",),
     "lora_expand of down": ("b_down",),

@@ -5,22 +5,10 @@
 // rounded to bf16 first, as the GEMM that adds the delta itself rounds it.
 #include "common/barrier.cuh"
 #include "common/layer_args.cuh"
+#include "common/weighted_sum.cuh"
 
 constexpr int kThreads = 128;
-constexpr int kColumns = 8;
 constexpr int kBatch = LORA ? 4 : 8;  // choices summed together
-
-struct Sum {
-    float value[kColumns] = {};
-    __device__ __forceinline__ void add(float weight, const uint4& row) {
-        const uint32_t pairs[4] = {row.x, row.y, row.z, row.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            value[2 * i] = __fmaf_rn(weight, low_half(pairs[i]), value[2 * i]);
-            value[2 * i + 1] = __fmaf_rn(weight, high_half(pairs[i]), value[2 * i + 1]);
-        }
-    }
-};
 
 // One choice's row: down as it is, or with its delta.
 #if LORA
@@ -89,7 +77,5 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             if (place[i] >= 0) sum.add(weight[i], rows[i].total());
     }
     if (!real) return;
-    uint4 packed{pack_bf16(sum.value[0], sum.value[1]), pack_bf16(sum.value[2], sum.value[3]),
-                 pack_bf16(sum.value[4], sum.value[5]), pack_bf16(sum.value[6], sum.value[7])};
-    *reinterpret_cast<uint4*>(out + int64_t(token) * hidden_stride + column) = packed;
+    *reinterpret_cast<uint4*>(out + int64_t(token) * hidden_stride + column) = sum.packed();
 }

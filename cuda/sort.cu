@@ -5,26 +5,10 @@
 // depends on the input alone, not on timing. Rows without a local expert get place -1.
 #include "common/barrier.cuh"
 #include "common/layer_args.cuh"
-#include "common/layout.cuh"
-#include "common/routing.cuh"
-#include "common/scan.cuh"
-#include "common/tiles.cuh"
+#include "common/sorting.cuh"
 
 constexpr int kThreads = 512;
 constexpr int kTickets = 2;  // of the two grouped GEMMs that follow
-
-struct Rows {
-    int num_rows;     // num_tokens * choices
-    int max_rows;     // of the captured shape
-    int num_experts;  // local experts, then shared ones
-    int buckets;      // adapter slots + 1: bucket 0 is "no adapter"
-    uint16_t* keys;   // [num_rows] expert * buckets + bucket
-    int* prefix;      // [num_experts, buckets] rows of the expert in earlier buckets
-    int* counts;      // [num_experts]
-    int* starts;      // [num_experts] first permuted row
-    int* groups;      // [num_experts] adapter groups
-    int* warp_sums;   // [32]
-};
 
 // What an expert MLP counts down to zero: activations, h of gate and up, and h of down, by expert.
 struct Pending {
@@ -32,6 +16,17 @@ struct Pending {
     int tile_parts;   // row tiles of gate_up
     int group_parts;  // parts of a shrink of one projection for an adapter group,
     int row_parts;    // or for each of its rows
+
+    __device__ __forceinline__ void write(const Rows& rows, int expert, int num_tiles, int num_groups) const {
+        parts[expert] = num_tiles * tile_parts;
+        const int bare = rows.buckets > 1 ? rows.prefix[expert * rows.buckets + 1] : rows.counts[expert];
+        const int shrunk = num_groups * group_parts + (rows.counts[expert] - bare) * row_parts;
+        parts[rows.num_experts + expert] = 2 * shrunk;
+        parts[2 * rows.num_experts + expert] = shrunk;
+    }
+    __device__ __forceinline__ void write_total(const Rows& rows, int num_tiles) const {
+        parts[3 * rows.num_experts] = num_tiles * tile_parts;
+    }
 };
 
 __device__ __forceinline__ void count_rows(const Rows& rows, const Routing& routing) {
@@ -57,92 +52,6 @@ __device__ __forceinline__ void count_rows(const Rows& rows, const Routing& rout
         }
     }
     __syncthreads();
-}
-
-// Turns the counts into places: padded starts of the experts, and the buckets' offsets within each.
-__device__ __forceinline__ void place_experts(const Rows& rows) {
-    const int per_thread = ceil_div(rows.num_experts, blockDim.x);
-    const int first = threadIdx.x * per_thread;
-    const int last = min(first + per_thread, rows.num_experts);
-    int padded = 0;
-    for (int expert = first; expert < last; ++expert) {
-        int count = 0;
-        int groups = 0;
-        for (int bucket = 0; bucket < rows.buckets; ++bucket) {
-            int& slot = rows.prefix[expert * rows.buckets + bucket];
-            const int in_bucket = slot;
-            slot = count;
-            count += in_bucket;
-            groups += bucket > 0 && in_bucket > 0;
-        }
-        rows.counts[expert] = count;
-        rows.groups[expert] = groups;
-        padded += round_up(count, kRowAlign);
-    }
-    int total;
-    int start = block_exclusive_scan(padded, rows.warp_sums, total);
-    for (int expert = first; expert < last; ++expert) {
-        rows.starts[expert] = start;
-        start += round_up(rows.counts[expert], kRowAlign);
-    }
-    __syncthreads();
-}
-
-__device__ __forceinline__ int rows_in_bucket(const Rows& rows, int expert, int bucket) {
-    const int* prefix = rows.prefix + expert * rows.buckets;
-    return (bucket + 1 < rows.buckets ? prefix[bucket + 1] : rows.counts[expert]) - prefix[bucket];
-}
-
-__device__ __forceinline__ void write_tiles(const Rows& rows, int tile_rows, TokenTile* tiles, int* num_tiles,
-                                            const Pending& pending) {
-    const int per_thread = ceil_div(rows.num_experts, blockDim.x);
-    const int first = threadIdx.x * per_thread;
-    const int last = min(first + per_thread, rows.num_experts);
-    int num_mine = 0;
-    int groups_mine = 0;
-    for (int expert = first; expert < last; ++expert) {
-        num_mine += ceil_div(rows.counts[expert], tile_rows);
-        groups_mine += rows.groups[expert];
-    }
-    int total;
-    int group = block_exclusive_scan(groups_mine, rows.warp_sums, total);
-    int index = block_exclusive_scan(num_mine, rows.warp_sums, total);
-    for (int expert = first; expert < last; ++expert) {
-        const int num_groups = rows.groups[expert];
-        for (int row = 0; row < rows.counts[expert]; row += tile_rows)
-            tiles[index++] = TokenTile{expert, rows.starts[expert] + row, min(tile_rows, rows.counts[expert] - row),
-                                       group | num_groups << 16};
-        group += num_groups;
-        const int num_tiles_here = ceil_div(rows.counts[expert], tile_rows);
-        pending.parts[expert] = num_tiles_here * pending.tile_parts;
-        const int bare = rows.buckets > 1 ? rows.prefix[expert * rows.buckets + 1] : rows.counts[expert];
-        const int parts = num_groups * pending.group_parts + (rows.counts[expert] - bare) * pending.row_parts;
-        pending.parts[rows.num_experts + expert] = 2 * parts;
-        pending.parts[2 * rows.num_experts + expert] = parts;
-    }
-    if (threadIdx.x == 0) {
-        *num_tiles = total;
-        pending.parts[3 * rows.num_experts] = total * pending.tile_parts;
-    }
-}
-
-__device__ __forceinline__ void write_groups(const Rows& rows, LoraGroup* groups, int* num_groups) {
-    const int per_thread = ceil_div(rows.num_experts, blockDim.x);
-    const int first = threadIdx.x * per_thread;
-    const int last = min(first + per_thread, rows.num_experts);
-    int mine = 0;
-    for (int expert = first; expert < last; ++expert) mine += rows.groups[expert];
-    int total;
-    int index = block_exclusive_scan(mine, rows.warp_sums, total);
-    for (int expert = first; expert < last; ++expert) {
-        if (rows.groups[expert] == 0) continue;
-        for (int slot = 0; slot < rows.buckets - 1; ++slot) {
-            const int count = rows_in_bucket(rows, expert, slot + 1);
-            const int row = rows.starts[expert] + rows.prefix[expert * rows.buckets + slot + 1];
-            if (count > 0) groups[index++] = LoraGroup{expert, slot, row, count};
-        }
-    }
-    if (threadIdx.x == 0) *num_groups = total;
 }
 
 // Earlier rows of the same key, counted by a warp: the sort is stable.
@@ -181,7 +90,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     place_experts(rows);
 
     if (blockIdx.x == 0) {
-        write_tiles(rows, tile_rows, tiles, num_tiles, Pending{pending, tile_parts, group_parts, row_parts});
+        const Pending to_come{pending, tile_parts, group_parts, row_parts};
+        const int total = write_tiles(rows, tile_rows, false, tiles, num_tiles, [&](int expert, int mine, int groups) {
+            to_come.write(rows, expert, mine, groups);
+        });
+        if (threadIdx.x == 0) to_come.write_total(rows, total);
         if (threadIdx.x < kTickets) tickets[threadIdx.x] = 0;
     }
     if (blockIdx.x == gridDim.x - 1 && num_slots > 0) write_groups(rows, groups, num_groups);

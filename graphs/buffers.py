@@ -8,7 +8,7 @@ import torch
 
 from ..layer.layout import BLOCK_K, round_up
 from .arena import ArenaPlan, BufferSpec
-from .geometry import RANK_BLOCK, Geometry, token_tile
+from .geometry import RANK_BLOCK, WIDE_SHARES, Geometry, token_tile
 
 LAYER_POINTERS = (
     "gate_up",
@@ -82,11 +82,11 @@ class InputLayout:
         return self.fields["hidden_states"].offset + num_tokens * self._row_bytes
 
 
-def plan_buffers(geometry: Geometry, num_tokens: int, *, lora: bool) -> ArenaPlan:
-    """The buffers of one captured shape, by name.
+def plan_buffers(geometry: Geometry, num_tokens: int, *, lora: bool, apart: bool = True) -> ArenaPlan:
+    """The buffers of one shape, by name.
 
     ``input`` is the largest of the input layouts; ``places`` maps slot rows to permuted rows. LoRA's buffers exist
-    only where ``lora`` is set; those of the plans that keep the delta apart among them.
+    only where ``lora`` is set, those of the plans that keep the delta apart only where ``apart`` is too.
     """
     rows = geometry.rows(num_tokens)
     slot_rows = max(num_tokens * geometry.choices, 1)
@@ -109,16 +109,25 @@ def plan_buffers(geometry: Geometry, num_tokens: int, *, lora: bool) -> ArenaPla
         BufferSpec("act", (geometry.intermediate_blocks, rows, BLOCK_K), half, 1024),
         BufferSpec("down", (rows, geometry.output_stride), half),
     ]
+    if geometry.wide_tile(num_tokens, lora=lora) is not None:
+        keys = geometry.keys(slots=geometry.max_loras if lora else 0)
+        buffers += [
+            BufferSpec("counts", (WIDE_SHARES, -(-keys // 2)), word),
+            BufferSpec("place_tokens", (rows,), word),
+        ]
     if lora:
         rank = geometry.max_lora_rank
         buffers += [
             BufferSpec("row_slots", (rows,), word),
             BufferSpec("groups", (geometry.lora_groups(num_tokens), 4), word),
             BufferSpec("num_groups", (1,), word),
-            BufferSpec("gate_up", (rows, geometry.intermediate_stride, 2), single),
             BufferSpec("gate_up_h", (rank // RANK_BLOCK, rows, 2, RANK_BLOCK), half),
-            BufferSpec("gate_up_delta", (rows, geometry.intermediate_stride, 2), half),
             BufferSpec("down_h", (rank // RANK_BLOCK, rows, 1, RANK_BLOCK), half),
+        ]
+    if lora and apart:
+        buffers += [
+            BufferSpec("gate_up", (rows, geometry.intermediate_stride, 2), single),
+            BufferSpec("gate_up_delta", (rows, geometry.intermediate_stride, 2), half),
             BufferSpec("down_sums", (rows, geometry.output_stride), single),
             BufferSpec("down_delta", (rows, geometry.output_stride), half),
         ]

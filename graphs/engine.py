@@ -21,7 +21,7 @@ from .kernels import Kernels
 from .limits import check_limits
 from .memory import DeviceBuffer
 from .plan_choice import Choice, choose
-from .pool import EAGER_PLAN, GraphPool, Runnable, arena_memory
+from .pool import EAGER_PLAN, GraphPool, Runnable, arena_memory, eager_shapes
 from .program import Plan
 from .residency import ResidentLayer, router_matrix
 from .staging import Arrival, Staging, routing_input
@@ -30,8 +30,8 @@ from .unfinalized import Unfinalized, read_unfinalized
 
 DECODE_SHAPES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Token counts captured by default, up to the decode limit."""
-MAX_EAGER_TOKENS = 2048
-"""Tokens of the largest eager forward; a larger batch runs in parts of this, with the same bits."""
+MAX_EAGER_TOKENS = 8192
+"""Tokens of the largest eager forward; a larger batch runs in parts of this."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many steps of it are done, and of how many."""
@@ -62,7 +62,7 @@ class GraphOptions:
 
     @property
     def eager_tokens(self) -> int:
-        """Tokens of the one shape that is not captured."""
+        """Tokens of the largest shape that is not captured, where its sort fits."""
         return max(self.max_eager_tokens, self.max_decode_tokens + 1)
 
 
@@ -122,7 +122,7 @@ class GraphEngine:
             self._capture(geometry, self._memory, progress)
             self._stagings[geometry] = Staging(
                 geometry,
-                self._options.eager_tokens,
+                self._pools[geometry].most_tokens,
                 kept_tokens=self.batch_tokens,
                 depth=self.depth,
                 enter=self._device.make_current,
@@ -167,7 +167,7 @@ class GraphEngine:
         batch.check(spec, self.max_loras)
         if batch.num_tokens == 0:
             return Finished(batch.hidden_states.new_empty(0, spec.hidden_size))
-        limit = self._options.eager_tokens
+        limit = self._served[batch.layer].pool.most_tokens
         if batch.num_tokens <= limit:
             return self._begin(batch)
         parts = [batch.part(start, start + limit) for start in range(0, batch.num_tokens, limit)]
@@ -183,8 +183,9 @@ class GraphEngine:
         Raises as ``forward`` does, and ``RequestError`` for a batch that does not fit into one forward.
         """
         batch.check(self._model.layer(batch.layer), self.max_loras)
-        if not 0 < batch.num_tokens <= self._options.eager_tokens:
-            raise RequestError(f"1 to {self._options.eager_tokens} tokens can stay unfinalized, got {batch.num_tokens}")
+        limit = self._served[batch.layer].pool.most_tokens
+        if not 0 < batch.num_tokens <= limit:
+            raise RequestError(f"1 to {limit} tokens can stay unfinalized, got {batch.num_tokens}")
         runnable = self._run(batch)
         self._streams.main.synchronize()
         return read_unfinalized(self._layers[batch.layer].geometry, batch, runnable)
@@ -218,14 +219,15 @@ class GraphEngine:
     def plans(self, layer: int) -> Sequence[Mapping[str, Any]]:
         """The plan of every captured shape of ``layer``, and of what runs eagerly."""
         self._model.layer(layer)
-        choices = {shape: self._choice(self._layers[layer].geometry, shape) for shape in self._shapes}
+        geometry = self._layers[layer].geometry
+        choices = {shape: self._choice(geometry, shape) for shape in self._shapes}
         rows: list[Mapping[str, Any]] = [
             {"tokens": shape, "captured": True, "plan": choice.plan.value, "why": choice.why}
             for shape, choice in choices.items()
         ]
         rows.append(
             {
-                "tokens": self._options.eager_tokens,
+                "tokens": eager_shapes(geometry, self._shapes[-1], self._options.eager_tokens)[-1],
                 "captured": False,
                 "plan": EAGER_PLAN.value,
                 "why": f"more than {self._shapes[-1]} tokens run eagerly on one stream",
@@ -266,7 +268,7 @@ class GraphEngine:
             max_loras=options.max_loras,
             max_lora_rank=options.max_lora_rank,
         )
-        check_limits(geometry, options.eager_tokens, self._device.max_shared_memory)
+        check_limits(geometry, self._shapes[-1] + 1, self._device.max_shared_memory)
         return geometry
 
     def _capture(self, geometry: Geometry, memory: DeviceBuffer, progress: Progress | None) -> None:

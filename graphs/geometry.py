@@ -33,6 +33,20 @@ SHRINK_BYTES = 4 << 10
 """Static shared memory in which the warps that shrink add their sums up."""
 DIRECT_ROWS = 256
 """Slot rows that such an MLP can sort."""
+WIDE_ABOVE = 256
+"""Tokens above which the wide GEMMs are used, where experts have enough of them."""
+WIDE_LOAD, WIDE_LORA_LOAD = 32, 64
+"""Tokens that an expert should have on average for them, in a base batch and in one with adapters."""
+WIDE_SHARES = 64
+"""Blocks that sort many slot rows, each a share of them."""
+WIDE_SORT_WARPS, WIDE_TABLE_KEYS = 32, 4096
+"""Warps of such a block, and the most keys of which each has counts of its own."""
+WIDE_PIECE = 64
+"""Tokens of a down tile that leave it together."""
+WIDE_TILES = (128, 160, 256)
+"""Tokens that one tile of a wide GEMM can hold; the kernel is specialised for each."""
+WIDE_STAGES = {128: 6, 160: 5, 256: 4}
+"""Stages of its ring: as many as there is shared memory for."""
 MOST_SHARED_BYTES = 227 << 10
 """Shared memory that one block may take on compute capability 9.0."""
 
@@ -146,10 +160,24 @@ class Geometry:
         counters = 32 + self.experts * (3 + slots + 1)
         return 4 * counters + 2 * num_tokens * self.choices
 
+    def wide_sort_shared_bytes(self, *, slots: int) -> int:
+        """Shared memory of a block that sorts many tokens: no keys, but the buckets' counters twice, and where there
+        are few buckets each warp's counts of one byte."""
+        keys = self.keys(slots=slots)
+        table = WIDE_SORT_WARPS * keys if keys <= WIDE_TABLE_KEYS else 0
+        return 4 * (32 + 3 * self.experts + 2 * keys) + table
+
+    def sorts(self, num_tokens: int) -> bool:
+        """Whether a block's shared memory holds the sort of ``num_tokens`` tokens, with adapters and without."""
+        return all(
+            self.wide_tile(num_tokens, lora=slots > 0) is not None
+            or self.sort_shared_bytes(num_tokens, slots=slots) <= MOST_SHARED_BYTES
+            for slots in {0, self.max_loras}
+        )
+
     @property
     def direct_plan_bytes(self) -> int:
-        """Shared memory that a block sorts few tokens in: a tile, three numbers and eight tokens a slot row, and
-        counters."""
+        """Shared memory that a block sorts few tokens in: a tile, three numbers, eight tokens a slot row; counters."""
         return DIRECT_ROWS * (8 + 2 + 2 + 2 + ROW_ALIGN) + 4 * (32 + 2 * self.experts)
 
     def direct(self, num_tokens: int, *, lora: bool) -> bool:
@@ -182,6 +210,19 @@ class Geometry:
         hits = num_tokens * (self.top_k * self.num_local_experts / self.num_experts + self.num_shared)
         return hits * self.intermediate_blocks
 
+    def keys(self, *, slots: int) -> int:
+        """What slot rows are sorted by: experts, each without an adapter and with that of each slot."""
+        return self.experts * (slots + 1)
+
+    def wide_tile(self, num_tokens: int, *, lora: bool) -> int | None:
+        """Tokens a tile of the wide GEMMs of ``num_tokens`` tokens: enough for most experts, so that their weights are
+        read once; None where those are not used, or their sort would not fit into shared memory."""
+        mean_load = num_tokens * self.top_k / self.num_experts
+        few = num_tokens <= WIDE_ABOVE or mean_load < (WIDE_LORA_LOAD if lora else WIDE_LOAD)
+        if few or self.wide_sort_shared_bytes(slots=self.max_loras if lora else 0) > MOST_SHARED_BYTES:
+            return None
+        return next((tile for tile in WIDE_TILES if tile >= 1.25 * mean_load), WIDE_TILES[-1])
+
     def lora_groups(self, num_tokens: int) -> int:
         """(expert, adapter slot) pairs that ``num_tokens`` tokens can make at the most."""
         return max(min(num_tokens * self.choices, self.experts * self.max_loras), 1)
@@ -203,15 +244,23 @@ class GemmConfig:
     max_n: int
     stages: int
     direct: bool = False
+    wide: bool = False
+
+    @property
+    def cluster(self) -> int:
+        """Blocks that share a token tile."""
+        return 2 if self.wide else 1
 
     def threads(self, *, lora: bool, mlp: bool = False) -> int:
-        """Threads of a block: two for each weight row, a producing warp, with ``lora`` one more, and in an expert
-        ``mlp`` four that shrink."""
-        return 2 * self.block_m + 32 * (1 + lora) + (128 if lora and mlp else 0)
+        """Threads of a block: two for each weight row, a producing warp, with ``lora`` one more unless ``wide``, and in
+        an expert ``mlp`` four that shrink."""
+        return 2 * self.block_m + 32 * (1 + (lora and not self.wide)) + (128 if lora and mlp else 0)
 
     def shared_bytes(self, *, staging: bool, lora_projections: int = 0, direct_for: Geometry | None = None) -> int:
         """Dynamic shared memory of a block; ``staging`` where the epilogue makes activations, ``lora_projections``
         (2 for gate_up, 1 for down) where it adds the LoRA delta, ``direct_for`` the layer of a direct one."""
+        if self.wide:
+            return self._wide_shared_bytes(staging=staging)
         token_bytes = round_up(self.max_n * BLOCK_K * 2, 1024)
         stage_bytes = self.block_m * BLOCK_K * 2 + token_bytes
         needed = self.stages * stage_bytes + (token_bytes if staging else 0)
@@ -225,6 +274,18 @@ class GemmConfig:
         ring_bytes = self.stages * (8 + 8 + 4)
         lora_ring_bytes = 2 * (8 + 8 + 8 + 8 + 4 + 4 + 4 + LORA_ENTRIES * 8)
         return max(needed + round_up(ring_bytes, 16) + round_up(lora_ring_bytes, 16), EXCLUSIVE_BYTES)
+
+    def _wide_shared_bytes(self, *, staging: bool) -> int:
+        stage_bytes = (self.block_m + self.max_n) * BLOCK_K * 2
+        staging_bytes = self.max_n * BLOCK_K if staging else 2 * WIDE_PIECE * BLOCK_K * 2
+        sent = self.stages + 2
+        ring_bytes = 8 * (2 * self.stages + sent) + (16 + 4 + 4) * self.stages + 4 * sent
+        return self.stages * stage_bytes + 2 * staging_bytes + round_up(ring_bytes, 16)
+
+
+def wide_config(tile: int) -> GemmConfig:
+    """The configuration of the wide GEMM for token tiles of ``tile``."""
+    return GemmConfig(block_m=128, max_n=tile, stages=WIDE_STAGES[tile], wide=True)
 
 
 def gemm_config(tile: int, *, lora: bool = False, direct: bool = False) -> GemmConfig:

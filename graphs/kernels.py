@@ -6,7 +6,17 @@ from ..layer.errors import UnsupportedCheckpointError
 from ..layer.spec import RoutingMethod
 from .compiler import Specialisation, compile_kernel
 from .cubins import CubinStore
-from .geometry import DIRECT_TILES, FEW_TILE, MLP_TILES, TOKEN_TILES, GemmConfig, few_config, gemm_config
+from .geometry import (
+    DIRECT_TILES,
+    FEW_TILE,
+    MLP_TILES,
+    TOKEN_TILES,
+    WIDE_TILES,
+    GemmConfig,
+    few_config,
+    gemm_config,
+    wide_config,
+)
 from .kernel import Kernel
 
 EPILOGUE_GATE_UP, EPILOGUE_ACTIVATION, EPILOGUE_DOWN, EPILOGUE_DOWN_FP32, EPILOGUE_BOTH = 0, 1, 2, 3, 4
@@ -33,6 +43,26 @@ def gather() -> Specialisation:
     return Specialisation("gather.cu")
 
 
+def wide_count() -> Specialisation:
+    """The counts that ``wide_sort`` starts from."""
+    return Specialisation("wide_count.cu")
+
+
+def wide_sort() -> Specialisation:
+    """The sort of many slot rows, into tiles of the wide GEMMs."""
+    return Specialisation("wide_sort.cu")
+
+
+def wide_gather() -> Specialisation:
+    """The gather of many tokens' hidden states to their places."""
+    return Specialisation("wide_gather.cu")
+
+
+def wide_gather_shrink(tile: int) -> Specialisation:
+    """The gather into token tiles of ``tile`` and, of what it gathers, the shrink of gate and up."""
+    return Specialisation("wide_gather_shrink.cu", {"MAX_N": tile})
+
+
 def grouped_gemm(config: GemmConfig, epilogue: int, *, lora: bool) -> Specialisation:
     """A grouped GEMM of one tile configuration and epilogue; ``lora`` where it adds the delta itself."""
     return Specialisation(
@@ -53,6 +83,11 @@ def expert_mlp(config: GemmConfig, *, lora: bool) -> Specialisation:
     return Specialisation("expert_mlp.cu", defines | ({"RANK_BLOCKS": MLP_RANK_BLOCKS} if lora else {}))
 
 
+def wide_gemm(config: GemmConfig, epilogue: int, *, lora: bool) -> Specialisation:
+    """A GEMM of many tokens: ``EPILOGUE_ACTIVATION`` or ``EPILOGUE_DOWN``; ``lora`` where it adds the delta."""
+    return Specialisation("wide_gemm.cu", grouped_gemm(config, epilogue, lora=lora).defines)
+
+
 def direct_gemm(config: GemmConfig, *, lora: bool) -> Specialisation:
     """The gate_up GEMM of few tokens, with activation; ``lora`` where it adds the delta too."""
     return Specialisation("direct_gemm.cu", grouped_gemm(config, EPILOGUE_ACTIVATION, lora=lora).defines)
@@ -61,6 +96,11 @@ def direct_gemm(config: GemmConfig, *, lora: bool) -> Specialisation:
 def lora_shrink(projections: int) -> Specialisation:
     """The shrink of gate and up (2 projections) or of down (1)."""
     return Specialisation("lora_shrink.cu", {"PROJECTIONS": projections, "RANK_BLOCKS": RANK_BLOCKS})
+
+
+def wide_shrink(tile: int) -> Specialisation:
+    """The shrink of down for many tokens, in token tiles of ``tile``."""
+    return Specialisation("wide_shrink.cu", {"MAX_N": tile})
 
 
 def direct_shrink() -> Specialisation:
@@ -81,6 +121,11 @@ def activation() -> Specialisation:
 def finalize(lora: bool) -> Specialisation:
     """The weighted sum over a token's choices; ``lora`` where the down LoRA's delta is still apart."""
     return Specialisation("finalize.cu", {"LORA": int(lora)})
+
+
+def wide_finalize() -> Specialisation:
+    """The weighted sum behind a wide GEMM."""
+    return Specialisation("wide_finalize.cu")
 
 
 def gate(router_fp32: bool, shared_gate: bool) -> Specialisation:
@@ -129,6 +174,18 @@ def expert_mlps() -> list[Specialisation]:
     return [expert_mlp(config, lora=adds) for adds in either for config in configs[adds]]
 
 
+def for_many() -> list[Specialisation]:
+    """What batches of many tokens are run by: wide GEMMs, and the kernels around them."""
+    gemms = [
+        wide_gemm(wide_config(tile), epilogue, lora=lora)
+        for tile in WIDE_TILES
+        for epilogue in (EPILOGUE_ACTIVATION, EPILOGUE_DOWN)
+        for lora in (False, True)
+    ]
+    shrinks = [shrink(tile) for tile in WIDE_TILES for shrink in (wide_gather_shrink, wide_shrink)]
+    return [wide_count(), wide_sort(), wide_gather(), *gemms, *shrinks, wide_finalize()]
+
+
 def all_specialisations() -> list[Specialisation]:
     """Every kernel that an engine may ever load: what is compiled ahead of time, and what the tests compile."""
     either = (False, True)
@@ -142,6 +199,7 @@ def all_specialisations() -> list[Specialisation]:
         *for_tiles(TOKEN_TILES, lora=True),
         *expert_mlps(),
         *[direct_gemm(gemm_config(FEW_TILE, direct=True), lora=lora) for lora in either],
+        *for_many(),
         direct_shrink(),
         activation(),
         *[finalize(lora) for lora in either],

@@ -3,11 +3,12 @@
 from . import kernels
 from .arguments import Argument, float32, int32, int64, pointer
 from .buffers import RoutingInput
-from .geometry import GemmConfig, gemm_config
+from .geometry import GemmConfig, gemm_config, wide_config
 from .kernel import Kernel, PreparedLaunch
 from .lora_launches import DOWN, GATE_UP
 from .mlp_launches import MlpLaunches
 from .streams import Stream
+from .wide_launches import WideLaunches
 
 GATE_TOKENS, GATE_WARPS = 4, 8
 ROUTE_WARPS = 4
@@ -16,7 +17,7 @@ GATHER_WARPS = 4
 FINALIZE_COLUMNS = 128 * 8
 
 
-class Launches(MlpLaunches):
+class Launches(MlpLaunches, WideLaunches):
     """Makes the launches of one captured shape. Methods name the kernel; ``stream`` is where it runs."""
 
     __slots__ = ()
@@ -213,15 +214,22 @@ class Launches(MlpLaunches):
 
     def _gemm(self, stream: Stream, epilogue: int, source: str, target: str, h: str) -> PreparedLaunch:
         down, adds_delta = _is_down(epilogue), self._adds_delta(epilogue)
-        config = gemm_config(self.tile, lora=adds_delta)
+        if self.wide:
+            config = wide_config(self.tile)
+            kernel = kernels.wide_gemm(config, epilogue, lora=adds_delta)
+        else:
+            config = gemm_config(self.tile, lora=adds_delta)
+            kernel = kernels.grouped_gemm(config, epilogue, lora=adds_delta)
         shared_bytes = config.shared_bytes(
             staging=epilogue == kernels.EPILOGUE_ACTIVATION,
             lora_projections=(DOWN if down else GATE_UP) if adds_delta else 0,
         )
         # With a delta it follows a shrink, which had the tokens itself; the tickets are older still. Only h is new.
-        early = {"input", "tiles", "num_tiles"} | ({"groups", "tickets", source} if adds_delta else set())
+        early = {"input", "tiles", "num_tiles"}
+        if adds_delta and not self.wide:
+            early |= {"groups", "tickets", source}
         return self._multiply(
-            self.kernels.get(kernels.grouped_gemm(config, epilogue, lora=adds_delta), dynamic=True),
+            self.kernels.get(kernel, dynamic=True),
             stream,
             epilogue,
             config,
@@ -237,7 +245,7 @@ class Launches(MlpLaunches):
                 "out": self.buffer(target),
             },
             early=frozenset(early),
-            reads=frozenset(early | {source} | ({h} if adds_delta else set())),
+            reads=frozenset(early | {source} | ({h, "groups"} if adds_delta else set())),
             writes=frozenset({target, "tickets"}),
         )
 
@@ -259,9 +267,9 @@ class Launches(MlpLaunches):
         geometry = self.geometry
         down, adds_delta = _is_down(epilogue), self._adds_delta(epilogue)
         row_tiles = (geometry.output_stride if down else 2 * geometry.intermediate_stride) // config.block_m
-        items = geometry.token_tiles(self.num_tokens, self.tile) * row_tiles
+        items = geometry.token_tiles(self.num_tokens, self.tile) * -(-row_tiles // config.cluster)
         return kernel.prepare(
-            grid=(min(items, self.sm_count), 1, 1),
+            grid=(min(items, self.sm_count // config.cluster) * config.cluster, 1, 1),
             block=(config.threads(lora=adds_delta), 1, 1),
             dynamic_shared_bytes=shared_bytes,
             stream=stream,

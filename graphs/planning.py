@@ -9,6 +9,7 @@ from .buffers import LORA_ENTRY, plan_buffers
 from .engine import GraphOptions
 from .geometry import Geometry
 from .limits import check_limits
+from .pool import eager_shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,25 +50,31 @@ def plan_memory(model: ModelSpec, options: GraphOptions) -> MemoryPlan:
     Raises ``ConfigurationError`` where a Hopper GPU cannot serve it.
     """
     layers: dict[Geometry, list[int]] = {}
+    decode_limit = options.shapes[-1]
     for index, spec in model.layers.items():
         geometry = Geometry.of(
             spec, router_fp32=False, max_loras=options.max_loras, max_lora_rank=options.max_lora_rank
         )
-        check_limits(geometry, options.eager_tokens)
+        check_limits(geometry, decode_limit + 1)
         layers.setdefault(geometry, []).append(index)
-    sizes = [*options.shapes, options.eager_tokens]
+    eager = {geometry: eager_shapes(geometry, decode_limit, options.eager_tokens) for geometry in layers}
     shapes = [
         ShapePlan(
             layers=ranges(indices),
             tokens=tokens,
-            captured=tokens != options.eager_tokens,
+            captured=tokens <= decode_limit,
             base_arena_bytes=plan_buffers(geometry, tokens, lora=False).total_bytes,
-            lora_arena_bytes=plan_buffers(geometry, tokens, lora=geometry.max_loras > 0).total_bytes,
+            lora_arena_bytes=plan_buffers(
+                geometry, tokens, lora=geometry.max_loras > 0, apart=tokens <= decode_limit
+            ).total_bytes,
         )
         for geometry, indices in layers.items()
-        for tokens in sizes
+        for tokens in (*options.shapes, *eager[geometry])
     ]
-    largest = max(layers, key=lambda geometry: plan_buffers(geometry, sizes[-1], lora=True).total_bytes)
+    plans = [
+        plan_buffers(geometry, shapes[-1], lora=geometry.max_loras > 0, apart=False)
+        for geometry, shapes in eager.items()
+    ]
     slot_bytes = sum(_slot_bytes(geometry) * len(indices) for geometry, indices in layers.items())
     return MemoryPlan(
         max_loras=options.max_loras,
@@ -77,7 +84,7 @@ def plan_memory(model: ModelSpec, options: GraphOptions) -> MemoryPlan:
         all_slots_bytes=slot_bytes * options.max_loras,
         arena_bytes=max(shape.lora_arena_bytes for shape in shapes),
         shapes=tuple(shapes),
-        buffers=tuple(plan_buffers(largest, sizes[-1], lora=largest.max_loras > 0).describe()),
+        buffers=tuple(max(plans, key=lambda plan: plan.total_bytes).describe()),
     )
 
 

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 
 from .arena import Arena, shared_memory
 from .buffers import RoutingInput, plan_buffers
@@ -14,6 +15,8 @@ from .memory import DeviceBuffer
 from .program import Plan, Program, build_program
 from .streams import Events, Stream, Streams
 
+SMALLEST_EAGER = 512
+"""The first of the shapes that are not captured; each of the next has twice the tokens."""
 EAGER_PLAN = Plan.FUSED
 """The plan of what is not captured: one stream."""
 
@@ -32,12 +35,13 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Runnable:
-    """A variant ready to run: its arena, its program and, where it was captured, its graph."""
+    """A variant ready to run: its arena, its program and, where it was captured, its graph; ``wide``: by wide GEMMs."""
 
     variant: Variant
     arena: Arena
     program: Program
     graph: CapturedGraph | None
+    wide: bool = False
 
     def run(self, stream: Stream) -> None:
         """Put one forward on ``stream``: a graph launch, or the program eagerly."""
@@ -50,7 +54,7 @@ class Runnable:
 class GraphPool:
     """All variants of one geometry over one shared allocation.
 
-    ``shapes`` are captured, largest first; ``eager_tokens`` is one more shape that runs eagerly on one stream. Arenas
+    ``shapes`` are captured, largest first; ``eager_shapes`` up to ``eager_tokens`` run eagerly on one stream. Arenas
     share memory because forwards follow each other on the main stream. ``plans`` has the plan of every shape
     that is prepared to be captured.
     """
@@ -70,7 +74,7 @@ class GraphPool:
     ) -> None:
         self.geometry = geometry
         self.shapes = sorted(shapes)
-        self.eager_tokens = eager_tokens
+        self.eager_shapes = eager_shapes(geometry, self.shapes[-1], eager_tokens)
         self._kernels, self._streams, self._events = kernels, streams, events
         self._sm_count = sm_count
         self._plans = plans or {}
@@ -81,12 +85,12 @@ class GraphPool:
     def variants(self) -> list[Variant]:
         """Every variant, the largest first."""
         with_lora = (False, True) if self.geometry.max_loras else (False,)
-        sizes = [self.eager_tokens, *reversed(self.shapes)]
+        sizes = [*reversed(self.eager_shapes), *reversed(self.shapes)]
         return [Variant(size, routing, lora) for size in sizes for routing in RoutingInput for lora in with_lora]
 
     def prepare(self, variant: Variant) -> None:
         """Build the variant's program and, for a decode shape, capture it. Call for each of ``variants`` in order."""
-        captured = variant.num_tokens != self.eager_tokens
+        captured = variant.num_tokens not in self.eager_shapes
         plan = self._plans[variant.num_tokens] if captured else EAGER_PLAN
         self._runnables[variant] = self.build(variant, plan, captured=captured)
 
@@ -100,7 +104,9 @@ class GraphPool:
         apart: bool = False,
     ) -> Runnable:
         """A runnable of ``variant`` under ``plan``, apart from those of the pool; tests compare such."""
-        arena = Arena(plan_buffers(self.geometry, variant.num_tokens, lora=variant.lora), self.memory)
+        lora, fused = variant.lora, plan is Plan.FUSED or not variant.lora
+        buffers = plan_buffers(self.geometry, variant.num_tokens, lora=lora, apart=not fused)
+        arena = Arena(buffers, self.memory)
         launches = Launches(
             self.geometry,
             variant.num_tokens,
@@ -110,16 +116,22 @@ class GraphPool:
             self._kernels,
             self._sm_count,
             apart,
+            wide=fused and self.geometry.wide_tile(variant.num_tokens, lora=lora) is not None,
         )
         program = build_program(launches, self._streams, self._events, plan, delays)
         graph = capture(self._streams, program.run, str(variant)) if captured else None
-        return Runnable(variant, arena, program, graph)
+        return Runnable(variant, arena, program, graph, launches.wide)
 
     def runnable(self, num_tokens: int, routing: RoutingInput, lora: bool) -> Runnable:
         """The smallest prepared variant that holds ``num_tokens``."""
-        place = bisect_left(self.shapes, num_tokens)
-        size = self.shapes[place] if place < len(self.shapes) else self.eager_tokens
+        shapes = self.shapes if num_tokens <= self.shapes[-1] else self.eager_shapes
+        size = shapes[bisect_left(shapes, num_tokens)]
         return self._runnables[Variant(size, routing, lora)]
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest shape: more run in parts of this."""
+        return self.eager_shapes[-1]
 
     @property
     def graph_bytes(self) -> int:
@@ -139,8 +151,21 @@ def arena_memory(geometries: Iterable[Geometry], shapes: Sequence[int], eager_to
     """One allocation that the arena of any shape of any of ``geometries`` fits into."""
     return shared_memory(
         [
-            plan_buffers(geometry, tokens, lora=geometry.max_loras > 0)
+            plan_buffers(geometry, tokens, lora=geometry.max_loras > 0, apart=tokens in shapes)
             for geometry in geometries
-            for tokens in (*shapes, eager_tokens)
+            for tokens in (*shapes, eager_shapes(geometry, max(shapes), eager_tokens)[-1])
         ]
     )
+
+
+def eager_shapes(geometry: Geometry, decode_limit: int, eager_tokens: int) -> list[int]:
+    """The shapes of batches above the decode limit, ascending: each has kernels of its own for its load.
+
+    The largest is ``eager_tokens``, or half as many, and so on, where the sort of a shape would not fit: with far more
+    experts and adapter slots than usual.
+    """
+    between = takewhile(lambda tokens: tokens < eager_tokens, (SMALLEST_EAGER << i for i in count()))
+    shapes = [*(tokens for tokens in between if tokens > decode_limit), eager_tokens]
+    if all(geometry.sorts(tokens) for tokens in shapes) or eager_tokens <= decode_limit + 1:
+        return shapes
+    return eager_shapes(geometry, decode_limit, max(eager_tokens // 2, decode_limit + 1))

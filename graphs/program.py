@@ -89,6 +89,9 @@ def build_program(
     """The program of ``launches``' shape under ``plan``; without LoRA there is one stream whatever the plan."""
     build = _Builder(launches, streams, events, delays or {})
     _route(build)
+    if launches.wide:
+        _wide(build)
+        return build.program(Plan.FUSED)
     build.launch(build.make.sort(build.main))
     direct = launches.direct and (plan is Plan.FUSED or not launches.lora)
     if not direct:
@@ -132,6 +135,20 @@ def _one_by_one(build: _Builder) -> None:
     if make.lora:
         build.launch(make.lora_shrink(main, DOWN, programmatic=True))
     build.launch(make.down_gemm(main, fused=True))
+
+
+def _wide(build: _Builder) -> None:
+    """``_fused`` for many tokens: the gather shrinks what it gathers."""
+    make, main = build.make, build.main
+    build.launch(make.wide_count(main))
+    build.launch(make.wide_sort(main))
+    build.launch(make.wide_gather_shrink(main) if make.lora else make.wide_gather(main))
+    build.launch(make.gate_up_gemm(main, fused=True))
+    if make.lora:
+        build.launch(make.wide_shrink(main))
+    build.launch(make.down_gemm(main, fused=True))
+    build.record(build.events.gemm2_done, main)
+    build.launch(make.wide_finalize(main))
 
 
 def _single_stream(build: _Builder) -> None:

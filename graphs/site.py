@@ -13,7 +13,8 @@ from .kernels import Kernels
 class Site:
     """The sizes, buffers and loaded kernels of a shape; ``lora`` says whether any token may have an adapter.
 
-    ``apart``: the products are kernels of their own whatever the shape, for tests and measurements.
+    ``apart``: the products are kernels of their own whatever the shape, for tests and measurements. ``wide``: the GEMMs
+    are the wide ones, which ``Geometry.wide_tile`` must have tiles for.
     """
 
     geometry: Geometry
@@ -24,6 +25,7 @@ class Site:
     kernels: Kernels
     sm_count: int
     apart: bool = False
+    wide: bool = False
 
     @property
     def rows(self) -> int:
@@ -38,7 +40,8 @@ class Site:
     @property
     def tile(self) -> int:
         """Tokens of a token tile."""
-        return token_tile(self.geometry, self.num_tokens)
+        wide = self.geometry.wide_tile(self.num_tokens, lora=self.lora) if self.wide else None
+        return wide or token_tile(self.geometry, self.num_tokens)
 
     @property
     def mlp(self) -> bool:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..layer.engine import LayerBatch
+from ..layer.layout import BLOCK_K, from_block_major_k
 from .arena import Arena
 from .buffers import InputLayout
 from .geometry import Geometry
@@ -38,11 +39,20 @@ def read_unfinalized(geometry: Geometry, batch: LayerBatch, runnable: Runnable) 
         rows[adapted] += arena.read("down_delta")[adapted, :hidden].float()
         rows = rows.bfloat16()
     else:
-        rows = arena.read("down")[:, :hidden]
+        rows = _down_rows(runnable)[:, :hidden]
     down = torch.zeros_like(rows)
     used = places[places >= 0].long()
     down[used] = rows[used]
     return Unfinalized(down, _weights(geometry, batch, variant, arena), places)
+
+
+def _down_rows(runnable: Runnable) -> Tensor:
+    """The down output by permuted row, out of BlockMajorK where wide GEMMs made it."""
+    down = runnable.arena.read("down")
+    if not runnable.wide:
+        return down
+    rows, stride = down.shape
+    return from_block_major_k(down.view(1, -1, rows, BLOCK_K), rows, stride, swizzled=True)[0]
 
 
 def _weights(geometry: Geometry, batch: LayerBatch, variant: Variant, arena: Arena) -> Tensor:

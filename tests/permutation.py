@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moelet.graphs.geometry import ROW_ALIGN, Geometry
+from moelet.layer.layout import round_up
 
 
 @dataclass
@@ -22,11 +23,12 @@ class Permutation:
 
 
 def permutation(
-    geometry: Geometry, ids: Sequence[Sequence[int]], slots: Sequence[int] | None, tile: int
+    geometry: Geometry, ids: Sequence[Sequence[int]], slots: Sequence[int] | None, tile: int, *, balanced: bool = False
 ) -> Permutation:
     """Rows sorted by (expert, slot), those of equal key in their own order, every expert on a multiple of 8 rows.
 
-    ``ids`` are global expert ids of each token's ``top_k`` choices; ``slots`` None: a program without LoRA.
+    ``ids`` are global expert ids of each token's ``top_k`` choices; ``slots`` None: a program without LoRA;
+    ``balanced``: an expert's tiles are of about equal size, as wide GEMMs have them.
     """
     token_slots = [-1] * len(ids) if slots is None else list(slots)
     rows = [
@@ -47,10 +49,17 @@ def permutation(
                 found.groups.append((expert, slot, first, count))
             first += count
         listed = first_group | (len(found.groups) - first_group) << 16
-        for start in range(0, len(mine), tile):
-            found.tiles.append((expert, found.num_rows + start, min(tile, len(mine) - start), listed))
+        step = balanced_step(len(mine), tile) if balanced else tile
+        for start in range(0, len(mine), step):
+            found.tiles.append((expert, found.num_rows + start, min(step, len(mine) - start), listed))
         found.num_rows += -(-len(mine) // ROW_ALIGN) * ROW_ALIGN
     return found
+
+
+def balanced_step(count: int, tile: int) -> int:
+    """Rows of each tile but the last where ``count`` rows make as few tiles as they can."""
+    tiles = max(-(-count // tile), 1)
+    return max(round_up(-(-count // tiles), ROW_ALIGN), ROW_ALIGN)
 
 
 def expert_of(geometry: Geometry, ids: Sequence[int], choice: int) -> int | None:

@@ -38,7 +38,7 @@ def placed(
 ) -> Placed:
     """Sort and gather a random batch over a poisoned arena; ``one``: all tokens on the last expert.
 
-    With ``lora``, ``plan`` says which GEMMs follow.
+    With ``lora``, ``plan`` says which GEMMs follow, and where those are wide the gather shrinks gate and up too.
     """
     slots = [-1, *range(len(layer.adapters))]
     batch = random_batch(layer.spec, tokens, seed=tokens, slots=slots, drop=0.1)
@@ -49,15 +49,25 @@ def placed(
     runnable = layer.runnable(shape, plan, lora=lora, apart=True)
     layer.poison()
     layer.send(runnable, batch)
-    layer.launch(runnable, "sort", "gather")
+    labels = [launch.label for launch in runnable.program.launches]
+    gathers = next(i for i, label in enumerate(labels) if label.startswith("gather"))
+    layer.launch(runnable, *labels[: gathers + 1])
     token_slots = batch.token_slots.tolist() if lora else None
-    made = permutation(layer.geometry, batch.topk_ids.tolist(), token_slots, token_tile(layer.geometry, shape))
+    wide = layer.geometry.wide_tile(shape, lora=lora) if runnable.wide else None
+    tile = wide or token_tile(layer.geometry, shape)
+    made = permutation(layer.geometry, batch.topk_ids.tolist(), token_slots, tile, balanced=runnable.wide)
     used = [(place, row // layer.geometry.choices) for row, place in enumerate(made.places) if place >= 0]
     places, tokens_of = torch.tensor(used).unbind(1)
     experts = torch.empty_like(places)
     for expert, first, count, _ in made.tiles:
         experts[(places >= first) & (places < first + count)] = expert
     return Placed(layer, batch, runnable, made, Rows(places, tokens_of, experts))
+
+
+def down_rows(runnable: Runnable) -> Tensor:
+    """The down output by permuted row, whichever GEMM made it."""
+    down = runnable.arena.read("down")
+    return blocks_to_rows(down.view(-1, len(down), 64), down.shape[1]) if runnable.wide else down
 
 
 def blocks_to_rows(stored: Tensor, columns: int) -> Tensor:

@@ -26,6 +26,7 @@ def test_compiles_without_spills_or_a_stack(specialisation: Specialisation) -> N
     assert cubin.image[:4] == b"\x7fELF"
     used = cubin.resources
     assert (used.spill_stores, used.spill_loads, used.stack_bytes) == (0, 0, 0), cubin.log
+    assert "serialized" not in cubin.log, "wgmma instructions wait for each other"
 
 
 def test_more_experts_than_a_warp_holds_are_refused() -> None:

@@ -233,7 +233,7 @@ def assert_carved_up(
         asserts.append(f"kProjections<{int(down)}> == {projections}")
     defines = {name: int(value) for name, value in grouped_gemm(config, epilogue, lora=lora).defines.items()}
     defines["DIRECT"] = int(config.direct)
-    check(folder, constants_of("common/gemm_block.cuh", "template <int kStages>\nstruct Cursor"), asserts, defines)
+    check(folder, constants_of("common/gemm_block.cuh", "struct Memory {"), asserts, defines)
     assert asked <= HOPPER_SHARED_BYTES < 2 * asked, "one block an SM, and no more"
 
 

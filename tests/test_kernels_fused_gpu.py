@@ -66,6 +66,8 @@ class Crowd:
     """Whether all tokens are sent to one expert."""
 
 
+NARROW = spec_of(2880, 1408, 10, 2)
+"""A layer whose experts have too few of 300 tokens for wide GEMMs."""
 MIXED, LONE, PAIR = spec_of(2880, 1408, 5, 2), spec_of(328, 200, 1, 1), spec_of(520, 136, 2, 2)
 CROWDS = {
     "tile 8": Crowd(MIXED, of_every_kind, 104, 8, 8, 8),
@@ -73,8 +75,8 @@ CROWDS = {
     "tile 32": Crowd(MIXED, of_every_kind, 104, 29, 32, 32, one=True),
     "tile 64": Crowd(MIXED, of_every_kind, 104, 61, 64, 64),
     "tile 64 of one expert": Crowd(MIXED, of_every_kind, 104, 64, 64, 64, one=True),
-    "tile 128": Crowd(MIXED, of_every_kind, 104, 290, 300, 128),
-    "tiles of one expert": Crowd(MIXED, of_every_kind, 104, 300, 300, 128, one=True),
+    "tile 128": Crowd(NARROW, of_every_kind, 104, 290, 300, 128),
+    "tiles of one expert": Crowd(NARROW, of_every_kind, 104, 300, 300, 128, one=True),
     "one expert, tile 128": Crowd(LONE, of_every_kind, 104, 128, 128, 128),
     "six of rank 64": Crowd(PAIR, of_one_rank(6, 64), 64, 64, 64, 64),
     "forty adapters, one expert": Crowd(LONE, of_one_rank(40, 8), 8, 64, 64, 64),

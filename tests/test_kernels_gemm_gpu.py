@@ -15,7 +15,7 @@ from moelet.graphs.program import Plan
 from moelet.layer.layout import block_major_k
 from moelet.layer.spec import LayerSpec
 from oracle import assert_close_to_truth, frobenius_error
-from placed_rows import assert_rest_is_poison, blocks_to_rows, placed
+from placed_rows import assert_rest_is_poison, blocks_to_rows, down_rows, placed
 from random_layers import normal, random_batch
 
 pytestmark = pytest.mark.gpu
@@ -84,7 +84,7 @@ def test_down(gpu: Gpu, tokens: int, shape: int, tile: int, one: bool, apart: bo
     act = normal(torch.Generator().manual_seed(tokens), layer.geometry.rows(shape), SPEC.intermediate_size)
     arena.write("act", block_major_k(act[None], row_tile=8, swizzled=True)[0])
     layer.launch(case.runnable, "down_gemm")
-    stored = arena.read("down_sums" if apart else "down")
+    stored = arena.read("down_sums") if apart else down_rows(case.runnable)
     truth = per_expert(act[rows.places], layer.weights.down, rows.experts, torch.float64)
     baseline = per_expert(act[rows.places], layer.weights.down, rows.experts, torch.bfloat16)
     value = stored[rows.places, : SPEC.hidden_size]

@@ -6,24 +6,24 @@ from itertools import pairwise, product
 import pytest
 
 from fake_layer import FakeLayer, parameters
-from moelet.graphs.arena import Arena
 from moelet.graphs.buffers import RoutingInput
 from moelet.graphs.driver import DriverError
 from moelet.graphs.hazards import EdgeKind, Topology, find_hazards
-from moelet.graphs.kernel import PreparedLaunch
 from moelet.graphs.pool import Variant
 from moelet.graphs.program import Plan
 from moelet.graphs.streams import Event, Stream
 from moelet.layer.errors import EngineError
 from moelet.layer.spec import LayerSpec
 from ordering import labelled, ordering_edges
+from pointers import pointed_at
 from random_layers import GROUPED_SPEC, SHARED_SPEC, SPEC
 
 pytest.importorskip("cuda.bindings.driver")
 
 TOKENS = 24
-FEW, MANY = 8, 300
-"""Tokens that are direct where their top-k is sent, and those whose products are kernels of their own."""
+FEW, MANY = 8, 200
+"""Tokens that are direct where their top-k is sent, and those whose products are kernels of their own: too many of each
+expert for one kernel, and too few for wide GEMMs (``test_wide.py``)."""
 SPECS = {
     "plain": SPEC,
     "gated shared": SHARED_SPEC,
@@ -261,18 +261,6 @@ def test_a_wait_left_out_of_the_overlap_is_a_hazard(
 
 ONE_STREAM = (Plan.FUSED, Plan.SINGLE_STREAM)
 """Plans that between them make every launch."""
-
-
-def pointed_at(launch: PreparedLaunch, arena: Arena) -> set[str]:
-    """The buffers that a launch's pointers lie in; every pointer but null lies in one."""
-    addresses = [one.value for one in launch.arguments.arguments.values() if one.format == "<Q" and one.value]
-    ranges = {name: (arena.pointer(name), spec.num_bytes) for name, spec in arena.plan.buffers.items()}
-    owners = {
-        address: [name for name, (start, size) in ranges.items() if start <= address < start + size]
-        for address in addresses
-    }
-    assert all(len(names) == 1 for names in owners.values()), owners
-    return {name for names in owners.values() for name in names}
 
 
 @pytest.mark.parametrize("plan", ONE_STREAM)

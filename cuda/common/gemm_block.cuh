@@ -3,17 +3,9 @@
 
 #include "common/barrier.cuh"
 #include "common/direct.cuh"
-#include "common/layer_args.cuh"
+#include "common/gemm_args.cuh"
+#include "common/gemm_groups.cuh"
 #include "common/layout.cuh"
-#include "common/lora.cuh"
-#include "common/tiles.cuh"
-
-#define EPILOGUE_GATE_UP 0     // gate and up as fp32 pairs, [P, I]
-#define EPILOGUE_ACTIVATION 1  // silu(gate) * up as the down projection's operand, BlockMajorK [I/64, P, 64]
-#define EPILOGUE_DOWN 2        // bf16 rows, [P, H]
-#define EPILOGUE_DOWN_FP32 3   // fp32 rows, [P, H]
-#define EPILOGUE_BOTH 4        // one kernel has both products: EPILOGUE_ACTIVATION of gate_up, EPILOGUE_DOWN of down
-#define IS_DOWN (EPILOGUE == EPILOGUE_DOWN || EPILOGUE == EPILOGUE_DOWN_FP32)
 
 static_assert(BLOCK_M == 64 || BLOCK_M == 128, "a row tile is one or two warpgroups");
 static_assert(MAX_N % 8 == 0 && MAX_N <= 128, "a token tile is a multiple of 8 up to 128");
@@ -29,14 +21,12 @@ constexpr int kTokenBytes = round_up(MAX_N * kBlockBytes, 1024);  // of one K-bl
 constexpr int kStageBytes = kWeightBytes + kTokenBytes;
 [[maybe_unused]] constexpr int kTileFeatures = BLOCK_M / 2;  // features of one gate_up tile
 constexpr int kStagingBytes = EPILOGUE == EPILOGUE_ACTIVATION || kBoth ? kTokenBytes : 0;
-constexpr int kNoItem = -1;
 
 // A LoRA stage: up to kEntries fragments-by-eight-ranks of B, and h of kHBlocks blocks of ranks for all tokens.
 template <bool kDown>
 constexpr int kProjections = kDown ? 1 : 2;
 template <bool kDown>
 constexpr int kHTokenBytes = kProjections<kDown> * kHRowBytes;
-constexpr int kTileFragmentBytes = BLOCK_M / 16 * kFragmentBytes;
 constexpr int kEntries = 8;
 constexpr int kHBlocks = MAX_N > 64 ? 4 : 8;
 constexpr int kLoraStages = LORA ? 2 : 0;
@@ -75,19 +65,6 @@ struct LoraRing {
     LoraStageEntry entries[2][kEntries];
 };
 
-template <int kStages>
-struct Cursor {
-    int stage = 0;
-    uint32_t parity = 0;
-    __device__ __forceinline__ void advance(int stages = 1) {
-        stage += stages;
-        if (stage >= kStages) {
-            stage -= kStages;
-            parity ^= 1;
-        }
-    }
-};
-
 struct Memory {
     uint8_t* stages;
     uint8_t* hidden;  // DIRECT: [k_blocks, MAX_N, 64], swizzled
@@ -96,29 +73,6 @@ struct Memory {
     bf16* staging;
     Ring& ring;
     LoraRing& lora;
-};
-
-struct Gemm {
-    const LayerArgs* layer;
-    const uint8_t* weights;  // [experts, k_blocks, row_tiles * BLOCK_M, 64]
-    const uint8_t* tokens;   // [k_blocks, rows, 64]; null where all hidden states are in shared memory
-    const TokenTile* tiles;
-    const LoraGroup* groups;
-    const bf16* h;  // [R/8, rows, projections, 8]
-    // [experts] parts that are still to come, of the tokens and of h; null where kernels before have made them.
-    const int* tokens_pending;
-    const int* h_pending;
-    int* ticket;  // items taken beyond the first of each block; zero at launch
-    int num_items;
-    int num_experts;
-    int k_blocks;
-    int row_tiles;
-    int rows;
-    int max_rank;
-    void* out;
-    int out_stride;
-
-    __device__ __forceinline__ const int* all_pending() const { return tokens_pending; }
 };
 
 __device__ __forceinline__ TokenTile tile_of(const Gemm& gemm, const Memory& memory, int item) {

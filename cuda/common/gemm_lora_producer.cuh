@@ -3,39 +3,6 @@
 
 #include "common/gemm_block.cuh"
 
-// One adapter group of a tile; each lane of the producer holds one.
-template <bool kDown>
-struct GroupSource {
-    const uint8_t* b = nullptr;  // this row tile's fragments of the first block of ranks
-    int first_row = 0;           // within the tile
-    int last_row = 0;
-    int rank_blocks = 0;
-
-    GroupSource() = default;
-    __device__ __forceinline__ GroupSource(const Gemm& gemm, const TokenTile& tile, int row_tile, int index) {
-        if (index >= tile.groups >> 16) return;
-        const LoraGroup group = gemm.groups[(tile.groups & 0xffff) + index];
-        const LoraEntry entry = gemm.layer->lora[group.slot * gemm.num_experts + group.expert];
-        first_row = max(group.first_row - tile.first_row, 0);
-        last_row = min(group.first_row + group.num_rows - tile.first_row, tile.num_rows);
-        const int rank = kDown ? entry.rank[2] : max(entry.rank[0], entry.rank[1]);
-        rank_blocks = first_row < last_row ? ceil_div(rank, kRankBlock) : 0;
-        const int source = kDown && entry.shared_b ? 0 : group.expert;
-        const int64_t fragments = int64_t(gemm.row_tiles) * kTileFragmentBytes;
-        b = (kDown ? gemm.layer->lora_b_down : gemm.layer->lora_b_gate_up) +
-            (int64_t(group.slot) * gemm.num_experts + source) * fragments * (gemm.max_rank / kRankBlock) +
-            int64_t(row_tile) * kTileFragmentBytes;
-    }
-    __device__ __forceinline__ GroupSource of_lane(int lane) const {
-        GroupSource other;
-        other.b = reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(b), lane));
-        other.first_row = __shfl_sync(~0u, first_row, lane);
-        other.last_row = __shfl_sync(~0u, last_row, lane);
-        other.rank_blocks = __shfl_sync(~0u, rank_blocks, lane);
-        return other;
-    }
-};
-
 // The warp that brings the adapters' part of each announced item; its lanes go together.
 template <typename Work>
 struct LoraProducer {

@@ -12,6 +12,11 @@ __device__ __forceinline__ int64_t h_offset(int block, int row, int projection, 
     return ((int64_t(block) * rows + row) * projections + projection) * kRankBlock;
 }
 
+// For many tokens h is [R/8, PROJECTIONS, rows, 8]: columns that tensor cores read as they lie.
+__device__ __forceinline__ int64_t column_offset(int column, int row, int rows) {
+    return (int64_t(column) * rows + row) * kRankBlock;
+}
+
 // delta[16 x 8] += B block * h of eight tokens. Rows l/4 of gate_up are up, rows l/4 + 8 gate: each kind meets only
 // its own h. `b` is this lane's fragment, `h`, or `h_gate` and `h_up`, two ranks of token l/4.
 __device__ __forceinline__ void expand_gate_up(float (&delta)[4], uint2 b, uint32_t h_gate, uint32_t h_up) {

@@ -1,0 +1,65 @@
+// Clusters of two blocks: what one writes into the other's shared memory, and the bulk copies back to global memory.
+#pragma once
+
+#include "common/barrier.cuh"
+
+constexpr int kCluster = 2;
+
+__device__ __forceinline__ int cluster_rank() {
+    int rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// All threads of both blocks; what they did to shared memory before is seen by both.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// The address of block `rank`'s variable that lies where `pointer` does in this one.
+__device__ __forceinline__ uint32_t cluster_address(const void* pointer, int rank) {
+    uint32_t address;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
+    return address;
+}
+
+__device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, int rank) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(barrier, rank)) : "memory");
+}
+
+// Copies to the same place of both blocks, and counts on the barrier of each.
+__device__ __forceinline__ void bulk_load_to_both(void* shared, const void* global, uint32_t bytes, uint64_t* barrier,
+                                                  uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+        "[%0], [%1], %2, [%3], %4, %5;" ::"r"(shared_address(shared)),
+        "l"(global), "r"(bytes), "r"(shared_address(barrier)), "h"(uint16_t(0b11)), "l"(policy)
+        : "memory");
+}
+
+// Stores an integer where `target` lies in block `rank`; its four bytes are counted on that block's `barrier`.
+__device__ __forceinline__ void send_int(int* target, int value, uint64_t* barrier, int rank) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
+                     cluster_address(target, rank)),
+                 "r"(value), "r"(cluster_address(barrier, rank))
+                 : "memory");
+}
+
+// Lets the copy engine and the tensor cores see this thread's stores to shared memory, once a barrier has followed.
+__device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Starts a copy of `bytes` (a multiple of 16) to global memory, a group of its own among this thread's.
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t bytes) {
+    asm volatile(
+        "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(global),
+        "r"(shared_address(shared)), "r"(bytes)
+        : "memory");
+}
+
+// Waits until all but the latest kInFlight of this thread's copies have read shared memory.
+template <int kInFlight>
+__device__ __forceinline__ void bulk_stores_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kInFlight) : "memory");
+}
+// Waits until this thread's copies are whole.
+__device__ __forceinline__ void bulk_stores_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }

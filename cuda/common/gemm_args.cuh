@@ -1,0 +1,50 @@
+// What every grouped GEMM is asked to do: its epilogue, its arguments, and its place in a ring of stages.
+#pragma once
+
+#include "common/layer_args.cuh"
+#include "common/tiles.cuh"
+
+#define EPILOGUE_GATE_UP 0     // gate and up as fp32 pairs, [P, I]
+#define EPILOGUE_ACTIVATION 1  // silu(gate) * up as the down projection's operand, BlockMajorK [I/64, P, 64]
+#define EPILOGUE_DOWN 2        // bf16 rows, [P, H]
+#define EPILOGUE_DOWN_FP32 3   // fp32 rows, [P, H]
+#define EPILOGUE_BOTH 4        // one kernel has both products: EPILOGUE_ACTIVATION of gate_up, EPILOGUE_DOWN of down
+#define IS_DOWN (EPILOGUE == EPILOGUE_DOWN || EPILOGUE == EPILOGUE_DOWN_FP32)
+
+constexpr int kNoItem = -1;  // ends the work
+
+template <int kStages>
+struct Cursor {
+    int stage = 0;
+    uint32_t parity = 0;
+    __device__ __forceinline__ void advance(int stages = 1) {
+        stage += stages;
+        if (stage >= kStages) {
+            stage -= kStages;
+            parity ^= 1;
+        }
+    }
+};
+
+struct Gemm {
+    const LayerArgs* layer;
+    const uint8_t* weights;  // [experts, k_blocks, row_tiles * BLOCK_M, 64]
+    const uint8_t* tokens;   // [k_blocks, rows, 64]; null where all hidden states are in shared memory
+    const TokenTile* tiles;
+    const LoraGroup* groups;
+    const bf16* h;  // [R/8, rows, projections, 8]
+    // [experts] parts that are still to come, of the tokens and of h; null where kernels before have made them.
+    const int* tokens_pending;
+    const int* h_pending;
+    int* ticket;  // items taken beyond the first of each block; zero at launch
+    int num_items;
+    int num_experts;
+    int k_blocks;
+    int row_tiles;
+    int rows;
+    int max_rank;
+    void* out;
+    int out_stride;
+
+    __device__ __forceinline__ const int* all_pending() const { return tokens_pending; }
+};

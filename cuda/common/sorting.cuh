@@ -1,0 +1,105 @@
+// What the sorts make of the counts of their keys: places of experts, token tiles, adapter groups.
+#pragma once
+
+#include "common/layout.cuh"
+#include "common/routing.cuh"
+#include "common/scan.cuh"
+#include "common/tiles.cuh"
+
+struct Rows {
+    int num_rows;     // num_tokens * choices
+    int max_rows;     // of the captured shape
+    int num_experts;  // local experts, then shared ones
+    int buckets;      // adapter slots + 1: bucket 0 is "no adapter"
+    uint16_t* keys;   // [num_rows] expert * buckets + bucket, where a block looks through all of them
+    int* prefix;      // [num_experts, buckets] rows of the expert in earlier buckets
+    int* counts;      // [num_experts]
+    int* starts;      // [num_experts] first permuted row
+    int* groups;      // [num_experts] adapter groups
+    int* warp_sums;   // [32]
+};
+
+// Turns the counts into places: padded starts of the experts, and the buckets' offsets within each.
+__device__ __forceinline__ void place_experts(const Rows& rows) {
+    const int per_thread = ceil_div(rows.num_experts, blockDim.x);
+    const int first = threadIdx.x * per_thread;
+    const int last = min(first + per_thread, rows.num_experts);
+    int padded = 0;
+    for (int expert = first; expert < last; ++expert) {
+        int count = 0;
+        int groups = 0;
+        for (int bucket = 0; bucket < rows.buckets; ++bucket) {
+            int& slot = rows.prefix[expert * rows.buckets + bucket];
+            const int in_bucket = slot;
+            slot = count;
+            count += in_bucket;
+            groups += bucket > 0 && in_bucket > 0;
+        }
+        rows.counts[expert] = count;
+        rows.groups[expert] = groups;
+        padded += round_up(count, kRowAlign);
+    }
+    int total;
+    int start = block_exclusive_scan(padded, rows.warp_sums, total);
+    for (int expert = first; expert < last; ++expert) {
+        rows.starts[expert] = start;
+        start += round_up(rows.counts[expert], kRowAlign);
+    }
+    __syncthreads();
+}
+
+__device__ __forceinline__ int rows_in_bucket(const Rows& rows, int expert, int bucket) {
+    const int* prefix = rows.prefix + expert * rows.buckets;
+    return (bucket + 1 < rows.buckets ? prefix[bucket + 1] : rows.counts[expert]) - prefix[bucket];
+}
+
+// Tiles of `tile_rows` rows, the last of an expert with what is left; or `balanced`, as many of about equal size.
+// Returns how many there are; `note` is told of each expert how many tiles and groups are its own.
+template <typename Note>
+__device__ __forceinline__ int write_tiles(const Rows& rows, int tile_rows, bool balanced, TokenTile* tiles,
+                                           int* num_tiles, Note note) {
+    const int per_thread = ceil_div(rows.num_experts, blockDim.x);
+    const int first = threadIdx.x * per_thread;
+    const int last = min(first + per_thread, rows.num_experts);
+    int num_mine = 0;
+    int groups_mine = 0;
+    for (int expert = first; expert < last; ++expert) {
+        num_mine += ceil_div(rows.counts[expert], tile_rows);
+        groups_mine += rows.groups[expert];
+    }
+    int total;
+    int group = block_exclusive_scan(groups_mine, rows.warp_sums, total);
+    int index = block_exclusive_scan(num_mine, rows.warp_sums, total);
+    for (int expert = first; expert < last; ++expert) {
+        const int num_groups = rows.groups[expert];
+        int step = tile_rows;
+        if (balanced)
+            step = round_up(ceil_div(rows.counts[expert], max(ceil_div(rows.counts[expert], tile_rows), 1)), kRowAlign);
+        for (int row = 0; row < rows.counts[expert]; row += step)
+            tiles[index++] = TokenTile{expert, rows.starts[expert] + row, min(step, rows.counts[expert] - row),
+                                       group | num_groups << 16};
+        group += num_groups;
+        note(expert, ceil_div(rows.counts[expert], tile_rows), num_groups);
+    }
+    if (threadIdx.x == 0) *num_tiles = total;
+    return total;
+}
+
+__device__ __forceinline__ void write_groups(const Rows& rows, LoraGroup* groups, int* num_groups) {
+    const int per_thread = ceil_div(rows.num_experts, blockDim.x);
+    const int first = threadIdx.x * per_thread;
+    const int last = min(first + per_thread, rows.num_experts);
+    int mine = 0;
+    for (int expert = first; expert < last; ++expert) mine += rows.groups[expert];
+    int total;
+    int index = block_exclusive_scan(mine, rows.warp_sums, total);
+    for (int expert = first; expert < last; ++expert) {
+        if (rows.groups[expert] == 0) continue;
+        for (int slot = 0; slot < rows.buckets - 1; ++slot) {
+            const int count = rows_in_bucket(rows, expert, slot + 1);
+            const int row = rows.starts[expert] + rows.prefix[expert * rows.buckets + slot + 1];
+            if (count > 0) groups[index++] = LoraGroup{expert, slot, row, count};
+        }
+    }
+    if (threadIdx.x == 0) *num_groups = total;
+}

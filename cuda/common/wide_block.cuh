@@ -1,0 +1,78 @@
+// What a block of the wide grouped GEMM has: its sizes, and its shared memory with rings and barriers.
+#pragma once
+
+#include "common/cluster.cuh"
+#include "common/gemm_args.cuh"
+#include "common/gemm_groups.cuh"
+#include "common/layout.cuh"
+
+static_assert(BLOCK_M == 128, "a row tile is two warpgroups");
+static_assert(MAX_N == 128 || MAX_N == 160 || MAX_N == 256, "a wide token tile");
+static_assert(EPILOGUE == EPILOGUE_ACTIVATION || EPILOGUE == EPILOGUE_DOWN, "nothing is left to other kernels");
+
+constexpr int kWarpgroup = 128;
+constexpr int kConsumers = 2 * kWarpgroup;
+constexpr int kThreads = kConsumers + 32;
+constexpr int kWeightBytes = BLOCK_M * kBlockBytes;
+constexpr int kTokenBytes = MAX_N * kBlockBytes;  // of one K-block
+constexpr int kStageBytes = kWeightBytes + kTokenBytes;
+
+// Finished sums on their way out, of one warpgroup: activations of its 32 features, or down rows of its 64, the latter
+// in two pieces of kPiece tokens that take turns.
+constexpr int kPiece = 64;
+constexpr int kStagingBytes = IS_DOWN ? 2 * kPiece * kBlockBytes : MAX_N * kBlockBytes / 2;
+
+// A LoRA stage holds columns of h, [MAX_N, 8] each, and of as many ranks the row tile's fragments of B.
+constexpr int kProjections = IS_DOWN ? 1 : 2;
+constexpr int kColumnBytes = MAX_N * kHRowBytes;
+constexpr int kColumns = 8;
+constexpr int kColumnsPerStep = 2;                    // 16 elements along K
+constexpr int kLoraBlocks = kColumns / kProjections;  // of eight ranks
+static_assert(kColumns * kColumnBytes <= kTokenBytes && kLoraBlocks * kTileFragmentBytes <= kWeightBytes);
+constexpr int kLastLoraStage = 0x100;  // marks a tile's last, beside the number of its blocks of ranks
+
+// Items that the first block of a cluster may take before the second has read them: it is ahead by as many as a ring
+// can hold, were each a single stage, and by two.
+constexpr int kSent = STAGES + 2;
+
+struct WideRing {
+    TokenTile tile[STAGES];  // of the item that a LoRA stage or the first K-block belongs to
+    uint64_t full[STAGES];
+    uint64_t empty[STAGES];  // of both blocks' warps: tokens come to both at once
+    uint64_t sent[kSent];
+    int item[STAGES];  // kNoItem ends the work
+    int lora[STAGES];
+    int next[kSent];
+};
+
+struct WideMemory {
+    uint8_t* stages;
+    uint8_t* staging;
+    WideRing& ring;
+};
+
+// Where everything lies in a block's shared memory; the twin of GemmConfig.shared_bytes in graphs/geometry.py.
+__device__ __forceinline__ WideMemory carve(uint8_t* shared) {
+    uint8_t* staging = shared + STAGES * kStageBytes;
+    return WideMemory{shared, staging, *reinterpret_cast<WideRing*>(staging + 2 * kStagingBytes)};
+}
+
+// One thread does this; a cluster-wide barrier must follow.
+__device__ __forceinline__ void init_barriers(const WideMemory& memory) {
+    for (int i = 0; i < STAGES; ++i) {
+        barrier_init(&memory.ring.full[i], 1);
+        barrier_init(&memory.ring.empty[i], kCluster * kConsumers / 32);
+    }
+    for (int i = 0; i < kSent; ++i) {
+        barrier_init(&memory.ring.sent[i], 1);
+        barrier_expect(&memory.ring.sent[i], sizeof(int));
+    }
+    barrier_init_fence();
+}
+
+// An item is a token tile and two row tiles, one for each block of the cluster. Of an odd number of row tiles the last
+// is multiplied by both blocks, and stored by one.
+__device__ __forceinline__ int row_tile_pairs(const Gemm& gemm) { return ceil_div(gemm.row_tiles, kCluster); }
+__device__ __forceinline__ int row_tile_of(const Gemm& gemm, int item, int rank) {
+    return item % row_tile_pairs(gemm) * kCluster + rank;
+}

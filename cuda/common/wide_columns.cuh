@@ -1,0 +1,239 @@
+// Token rows on their way through shared memory, and the product with the adapters' A while they are there.
+//
+// A block has up to kRows rows of a token tile in stages of one K-block, rows in BlockMajorK. What is to be made of
+// them are columns of h, eight ranks each, gate's and up's in turn, of all adapter groups that the rows belong to: up
+// to kColumns at a time. Each warp multiplies 16 rows over all of K, so that a row's h does not depend on its
+// neighbours. Only live ranks are read.
+#pragma once
+
+#include "common/barrier.cuh"
+#include "common/layer_args.cuh"
+#include "common/layout.cuh"
+#include "common/lora.cuh"
+#include "common/tiles.cuh"
+
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * 32;
+constexpr int kRows = kWarps * 16;
+constexpr int kColumns = 8;
+constexpr int kProjections = 2;
+constexpr int kStages = 4;
+constexpr int kChunksPerRow = kBlockK / kChunk;
+constexpr int kRowBytes = kRows * kBlockBytes;   // of a stage
+constexpr int kStepBytes = kRankBlock * 32 * 2;  // eight ranks by 32 elements of K
+constexpr int kColumnBytes = 2 * kStepBytes;     // by a K-block
+constexpr int kRowsPerThread = kRows * kChunksPerRow / kThreads;
+constexpr int kStageBytes = kRowBytes + kColumns * kColumnBytes;
+
+struct Column {
+    const uint8_t* a;  // null: written as zero, for the other projection has more ranks
+    float scaling;
+    int index;  // within h
+    int first;  // rows of its group, within the block's
+    int last;
+};
+
+struct WideLora {
+    const LayerArgs* layer;
+    const LoraGroup* groups;
+    bf16* h;  // [R/8, 2, rows, 8]
+    int num_experts;
+    int max_rank;
+};
+
+__device__ __forceinline__ void async_copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kInFlight>
+__device__ __forceinline__ void async_copies_arrived() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kInFlight) : "memory");
+}
+
+// The columns of a part of a tile, which the first warp goes through kColumns at a time.
+struct ColumnList {
+    const WideLora& lora;
+    const TokenTile& tile;
+    int first_row;  // of the part, permuted
+    int num_rows;
+    int k_blocks;
+    int batch = 0;  // of 32 groups, a lane each,
+    int next = 0;   // and the column among theirs
+    const int lane = threadIdx.x % 32;
+
+    __device__ __forceinline__ LoraGroup group_of(int index) const {
+        return lora.groups[(tile.groups & 0xffff) + index];
+    }
+    __device__ __forceinline__ LoraEntry entry_of(const LoraGroup& of) const {
+        return lora.layer->lora[of.slot * lora.num_experts + of.expert];
+    }
+    // How many columns a group has in this part.
+    __device__ __forceinline__ int columns_of(int index) const {
+        if (index >= tile.groups >> 16) return 0;
+        const LoraGroup of = group_of(index);
+        if (of.first_row >= first_row + num_rows || of.first_row + of.num_rows <= first_row) return 0;
+        const LoraEntry entry = entry_of(of);
+        return ceil_div(max(entry.rank[0], entry.rank[1]), kRankBlock) * kProjections;
+    }
+    __device__ __forceinline__ Column column_of(const LoraGroup& of, int column) const {
+        const LoraEntry entry = entry_of(of);
+        const int projection = column % kProjections;
+        const int block = column / kProjections;
+        const int rank = projection == 0 ? entry.rank[0] : entry.rank[1];
+        const float scaling = projection == 0 ? entry.scaling[0] : entry.scaling[1];
+        const int source = entry.shared_a >> projection & 1 ? 0 : of.expert;
+        const int64_t matrix = (int64_t(of.slot) * lora.num_experts + source) * kProjections + projection;
+        const int64_t block_bytes = int64_t(k_blocks) * kColumnBytes;
+        const uint8_t* a = lora.layer->lora_a_gate_up + (matrix * (lora.max_rank / kRankBlock) + block) * block_bytes;
+        return Column{block < ceil_div(rank, kRankBlock) ? a : nullptr, scaling, column,
+                      max(of.first_row - first_row, 0), min(of.first_row + of.num_rows - first_row, num_rows)};
+    }
+    // Fills `columns` and returns how many there were left for it; the warp's lanes go together.
+    __device__ __forceinline__ int fill(Column* columns) {
+        const int num_groups = tile.groups >> 16;
+        for (; batch < num_groups; batch += 32, next = 0) {
+            const int mine = columns_of(batch + lane);
+            int end = mine;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const int lower = __shfl_up_sync(~0u, end, step);
+                if (lane >= step) end += lower;
+            }
+            const int count = min(__shfl_sync(~0u, end, 31) - next, kColumns);
+            if (count <= 0) continue;
+            // This lane's column belongs to the first group that ends beyond it.
+            int owner = 0;
+            for (int other = 0; other < min(num_groups - batch, 32) - 1; ++other)
+                owner += __shfl_sync(~0u, end, other) <= next + lane;
+            const int column = next + lane - __shfl_sync(~0u, end - mine, owner);
+            if (lane < count) columns[lane] = column_of(group_of(batch + owner), column);
+            next += count;
+            return count;
+        }
+        return 0;
+    }
+};
+
+// A block's part of a tile.
+struct Part {
+    int first_row;  // permuted, a multiple of 8
+    int num_rows;
+    int k_blocks;
+    int rows;  // of all tiles
+    uint8_t* stages;
+    Column* columns;
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+
+    // Starts bringing K-block `block`: this thread's chunks (`source` has those of the first), and the columns' A.
+    __device__ __forceinline__ void load(const uint8_t* const (&source)[kRowsPerThread], int block,
+                                         int num_columns) const {
+        uint8_t* stage = stages + block % kStages * kStageBytes;
+#pragma unroll
+        for (int i = 0; i < kRowsPerThread; ++i) {
+            const int row = threadIdx.x / kChunksPerRow + i * (kThreads / kChunksPerRow);
+            const int chunk = threadIdx.x % kChunksPerRow ^ (row & 7);
+            async_copy16(stage + row * kBlockBytes + chunk * 16, source[i] + block * kBlockBytes, row < num_rows);
+        }
+        for (int i = threadIdx.x; i < num_columns * (kColumnBytes / 16); i += kThreads) {
+            const int column = i / (kColumnBytes / 16);
+            const int offset = i % (kColumnBytes / 16) * 16;
+            const uint8_t* a = columns[column].a;
+            if (a != nullptr)
+                async_copy16(stage + kRowBytes + column * kColumnBytes + offset,
+                             a + int64_t(block) * kColumnBytes + offset, true);
+        }
+    }
+
+    using Sums = float[kColumns][4];
+
+    // `live`: the columns that this warp's rows have.
+    __device__ __forceinline__ void multiply(Sums& sums, int block, uint32_t live) const {
+        const uint8_t* stage = stages + block % kStages * kStageBytes;
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+            uint4 x[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int row = warp * 16 + i * 8 + lane / 4;
+                const int chunk = (step * 4 + lane % 4) ^ (row & 7);
+                x[i] = *reinterpret_cast<const uint4*>(stage + row * kBlockBytes + chunk * 16);
+            }
+#pragma unroll
+            for (int c = 0; c < kColumns; ++c) {
+                if (!(live >> c & 1)) continue;
+                const uint4 a = *reinterpret_cast<const uint4*>(stage + kRowBytes + c * kColumnBytes +
+                                                                step * kStepBytes + lane * 16);
+                mma_m16n8k16(sums[c], x[0].x, x[1].x, x[0].y, x[1].y, a.x, a.y);
+                mma_m16n8k16(sums[c], x[0].z, x[1].z, x[0].w, x[1].w, a.z, a.w);
+            }
+        }
+    }
+    __device__ __forceinline__ uint32_t live_columns(int num_columns) const {
+        uint32_t live = 0;
+        for (int c = 0; c < num_columns; ++c) {
+            const Column& column = columns[c];
+            const bool mine = column.first < warp * 16 + 16 && column.last > warp * 16;
+            live |= uint32_t(mine && column.a != nullptr) << c;
+        }
+        return live;
+    }
+    __device__ __forceinline__ void store(const Sums& sums, bf16* h, int num_columns) const {
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+            if (c >= num_columns) break;
+            const Column column = columns[c];
+            bf16* target = h + column_offset(column.index, first_row, rows) + lane % 4 * 2;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int row = warp * 16 + i * 8 + lane / 4;
+                if (row >= column.first && row < column.last)
+                    *reinterpret_cast<uint32_t*>(target + row * kRankBlock) =
+                        pack_bf16(sums[c][2 * i] * column.scaling, sums[c][2 * i + 1] * column.scaling);
+            }
+        }
+    }
+
+    // This thread's chunks of a K-block, as they lie in the stage, to `copy`.
+    __device__ __forceinline__ void copy_out(uint8_t* copy, int block) const {
+        const uint8_t* stage = stages + block % kStages * kStageBytes;
+        uint8_t* target = copy + (int64_t(block) * rows + first_row) * kBlockBytes;
+#pragma unroll
+        for (int i = 0; i < kRowsPerThread; ++i) {
+            const int offset = (threadIdx.x + i * kThreads) * 16;
+            if (offset < num_rows * kBlockBytes)
+                *reinterpret_cast<uint4*>(target + offset) = *reinterpret_cast<const uint4*>(stage + offset);
+        }
+    }
+
+    // All of K once: makes `num_columns` columns, and where `copy` is given stores the rows there, BlockMajorK.
+    __device__ __forceinline__ void pass(const uint8_t* const (&source)[kRowsPerThread], uint8_t* copy, bf16* h,
+                                         int num_columns) const {
+        Sums sums = {};
+        const uint32_t live = live_columns(num_columns);
+        for (int block = 0; block < kStages - 1; ++block) {
+            if (block < k_blocks) load(source, block, num_columns);
+            async_copies_commit();
+        }
+        for (int block = 0; block < k_blocks; ++block) {
+            async_copies_arrived<kStages - 2>();
+            __syncthreads();
+            if (block + kStages - 1 < k_blocks) load(source, block + kStages - 1, num_columns);
+            async_copies_commit();
+            if (copy != nullptr) copy_out(copy, block);
+            multiply(sums, block, live);
+        }
+        store(sums, h, num_columns);
+        __syncthreads();
+    }
+};
+
+// This block's part of the tiles, none of its rows where it has nothing to do.
+__device__ __forceinline__ TokenTile part_of(const TokenTile* tiles, int num_tiles, int max_n, int& first_row,
+                                             int& num_rows) {
+    const int parts = ceil_div(max_n, kRows);
+    const int index = blockIdx.x / parts;
+    TokenTile tile{};
+    if (index < num_tiles) tile = tiles[index];
+    const int first = blockIdx.x % parts * kRows;
+    first_row = tile.first_row + first;
+    num_rows = max(min(tile.num_rows - first, kRows), 0);
+    return tile;
+}

@@ -1,0 +1,216 @@
+// The multiplying warpgroups of the wide grouped GEMM: a tile's sums, its LoRA delta among them, and their way out.
+#pragma once
+
+#include "common/activation.cuh"
+#include "common/wide_block.cuh"
+#include "common/wide_wgmma.cuh"
+
+template <int N>
+struct Width {};
+
+// Calls `run` with the smallest width that holds `num_rows` tokens.
+template <typename Run>
+__device__ __forceinline__ void with_wide_width(int num_rows, Run run) {
+#if MAX_N > 160
+    if (num_rows > 240) return run(Width<256>{});
+    if (num_rows > 224) return run(Width<240>{});
+    if (num_rows > 208) return run(Width<224>{});
+    if (num_rows > 192) return run(Width<208>{});
+    if (num_rows > 176) return run(Width<192>{});
+    if (num_rows > 160) return run(Width<176>{});
+#endif
+#if MAX_N > 128
+    if (num_rows > 144) return run(Width<160>{});
+    if (num_rows > 128) return run(Width<144>{});
+#endif
+    if (num_rows > 112) return run(Width<128>{});
+    if (num_rows > 96) return run(Width<112>{});
+    if (num_rows > 64) return run(Width<96>{});
+    if (num_rows > 32) return run(Width<64>{});
+    run(Width<32>{});
+}
+
+struct WideConsumer {
+    const Gemm& gemm;
+    const WideMemory& memory;
+    Cursor<STAGES> cursor;
+    float sums[MAX_N / 2];
+    // LORA: whether the sums have begun. Without they begin as zeros: either way is what keeps ptxas from making one
+    // wgmma wait for the other.
+    bool adds;
+    const int warpgroup = threadIdx.x / kWarpgroup;
+    const int warp = threadIdx.x % kWarpgroup / 32;
+    const int lane = threadIdx.x % 32;
+    const int rank = cluster_rank();
+
+    // Tokens lie in both blocks: each lets both know.
+    __device__ __forceinline__ void release(int stage) {
+        if (lane < kCluster) barrier_arrive_at(&memory.ring.empty[stage], lane);
+    }
+    __device__ __forceinline__ uint32_t stage_address() const {
+        return shared_address(memory.stages) + cursor.stage * kStageBytes;
+    }
+
+    template <int N>
+    __device__ __forceinline__ void multiply() {
+        int previous = -1;
+        for (int block = 0; block < gemm.k_blocks; ++block) {
+            barrier_wait(&memory.ring.full[cursor.stage], cursor.parity);
+            const uint64_t a = operand_descriptor(stage_address() + warpgroup * 64 * kBlockBytes);
+            const uint64_t b = operand_descriptor(stage_address() + kWeightBytes);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < kBlockK / 16; ++k) {
+#if LORA
+                WideWgmma<N>::multiply(sums, a + 2 * k, b + 2 * k, adds || k > 0);
+#else
+                WideWgmma<N>::multiply(sums, a + 2 * k, b + 2 * k);
+#endif
+            }
+            if (LORA) adds = true;
+            wgmma_commit();
+            wgmma_wait<1>();
+            if (previous >= 0) release(previous);
+            previous = cursor.stage;
+            cursor.advance();
+        }
+        wgmma_wait<0>();
+        release(previous);
+    }
+
+    // This lane's part of a stage's B, as A fragments of 16 elements of K each: eight ranks of gate and eight of up,
+    // each kind zero for the other's rows; or 16 ranks of down.
+    __device__ __forceinline__ uint4 fragment(int step, int blocks) const {
+        const uint8_t* mine = memory.stages + cursor.stage * kStageBytes + threadIdx.x / 32 * kFragmentBytes + lane * 8;
+        const int block = IS_DOWN ? 2 * step : step;
+        const uint2 b = *reinterpret_cast<const uint2*>(mine + block * kTileFragmentBytes);
+        if (!IS_DOWN) return uint4{0, b.y, b.x, 0};
+        if (block + 1 >= blocks) return uint4{b.x, b.y, 0, 0};
+        const uint2 next = *reinterpret_cast<const uint2*>(mine + (block + 1) * kTileFragmentBytes);
+        return uint4{b.x, b.y, next.x, next.y};
+    }
+    // Half a step has no second column: its zeros meet the first one again.
+    __device__ __forceinline__ uint64_t step_columns(int step, int columns) const {
+        const uint32_t first = stage_address() + kWeightBytes + step * kColumnsPerStep * kColumnBytes;
+        return column_descriptor(first, (step + 1) * kColumnsPerStep <= columns ? kColumnBytes : 0);
+    }
+    // sums = B h over the tile's LoRA stages, at full width: few instructions, and one copy of them.
+    __device__ __forceinline__ void expand() {
+        for (bool last = false; !last;) {
+            barrier_wait(&memory.ring.full[cursor.stage], cursor.parity);
+            const int blocks = memory.ring.lora[cursor.stage] & (kLastLoraStage - 1);
+            last = memory.ring.lora[cursor.stage] & kLastLoraStage;
+            const int columns = blocks * kProjections;
+            const int steps = ceil_div(columns, kColumnsPerStep);
+            int step = 0;
+#pragma unroll 1
+            for (; step + 1 < steps; step += 2) {
+                const uint4 first = fragment(step, blocks);
+                const uint4 second = fragment(step + 1, blocks);
+                wgmma_fence();
+                WideWgmma<MAX_N>::multiply(sums, first, step_columns(step, columns), adds);
+                WideWgmma<MAX_N>::multiply(sums, second, step_columns(step + 1, columns), true);
+                adds = true;
+                wgmma_commit();
+                wgmma_wait<0>();
+            }
+#pragma unroll 1
+            for (; step < steps; ++step) {
+                const uint4 a = fragment(step, blocks);
+                wgmma_fence();
+                WideWgmma<MAX_N>::multiply(sums, a, step_columns(step, columns), adds);
+                adds = true;
+                wgmma_commit();
+                wgmma_wait<0>();
+            }
+            __syncwarp();
+            release(cursor.stage);
+            cursor.advance();
+        }
+    }
+
+    __device__ __forceinline__ void sync() { named_barrier_sync(1 + warpgroup, kWarpgroup); }
+
+    // The activation of this warpgroup's 32 features: half of each token's K-block.
+    __device__ __forceinline__ void store_activation(const TokenTile& tile, int row_tile) {
+        bf16* staging = reinterpret_cast<bf16*>(memory.staging + warpgroup * kStagingBytes);
+        constexpr int kStride = kBlockK / 2;
+        const int feature = gate_up_feature(warp * 16, lane / 4);
+        // Chunks are swizzled by token / 2 % 4, which is lane % 4 in this lane's writes.
+        bf16* mine = staging + lane % 4 * 2 * kStride + ((feature / kChunk) ^ (lane % 4)) * kChunk + feature % kChunk;
+        sync();
+#pragma unroll
+        for (int j = 0; j < MAX_N / 8; ++j) {
+            if (8 * j >= tile.num_rows) break;
+#pragma unroll
+            for (int t = 0; t < 2; ++t)
+                mine[(8 * j + t) * kStride] = to_bf16(gated_silu(sums[4 * j + 2 + t], sums[4 * j + t], 0.0f, 0.0f));
+        }
+        sync();
+        if (row_tile >= gemm.row_tiles) return;
+        constexpr int kChunks = kStride / kChunk;
+        bf16* out = static_cast<bf16*>(gemm.out) + (int64_t(row_tile) * gemm.rows + tile.first_row) * kBlockK;
+        for (int i = threadIdx.x % kWarpgroup; i < tile.num_rows * kChunks; i += kWarpgroup) {
+            const int row = i / kChunks;
+            const int chunk = i % kChunks;
+            *reinterpret_cast<uint4*>(out + row * kBlockK + ((warpgroup * kChunks + chunk) ^ (row & 7)) * kChunk) =
+                *reinterpret_cast<const uint4*>(staging + row * kStride + (chunk ^ (row / 2 & 3)) * kChunk);
+        }
+    }
+
+    // The down rows of this warpgroup's 64 features: a K-block, piece by piece.
+    __device__ __forceinline__ void store_down(const TokenTile& tile, int row_tile) {
+        uint8_t* staging = memory.staging + warpgroup * kStagingBytes;
+        const int feature = down_feature(warp * 16, lane / 4);
+        const bool stores = threadIdx.x % kWarpgroup == 0;
+        const int token = lane % 4 * 2;
+        bf16* out =
+            static_cast<bf16*>(gemm.out) + (int64_t(row_tile * 2 + warpgroup) * gemm.rows + tile.first_row) * kBlockK;
+#pragma unroll
+        for (int piece = 0; piece < ceil_div(MAX_N, kPiece); ++piece) {
+            const int first = piece * kPiece;
+            if (first >= tile.num_rows) break;
+            uint8_t* target = staging + piece % 2 * kPiece * kBlockBytes;
+            // The first piece may go where the last one of the tile before has been.
+            if (stores && piece == 0) bulk_stores_read<0>();
+            if (stores && piece > 0) bulk_stores_read<1>();
+            sync();
+#pragma unroll
+            for (int j = 0; j < kPiece / 8; ++j)
+#pragma unroll
+                for (int t = 0; t < 2; ++t) {
+                    const int i = 4 * (first / 8 + j) + t;
+                    if (first + 8 * j < MAX_N)
+                        *reinterpret_cast<uint32_t*>(target + 2 * block_major_offset(8 * j + token + t, feature, 0)) =
+                            pack_bf16(sums[i], sums[i + 2]);
+                }
+            async_proxy_fence();
+            sync();
+            if (stores && row_tile < gemm.row_tiles)
+                bulk_store(out + first * kBlockK, target, min(kPiece, tile.num_rows - first) * kBlockBytes);
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        while (true) {
+            barrier_wait(&memory.ring.full[cursor.stage], cursor.parity);
+            const int item = memory.ring.item[cursor.stage];
+            if (item == kNoItem) break;
+            const TokenTile tile = memory.ring.tile[cursor.stage];
+#if LORA
+            adds = false;
+#else
+#pragma unroll
+            for (int i = 0; i < MAX_N / 2; ++i) sums[i] = 0.0f;
+#endif
+            if (LORA && tile.groups >> 16) expand();
+            with_wide_width(tile.num_rows, [&]<int N>(Width<N>) { multiply<N>(); });
+            const int row_tile = row_tile_of(gemm, item, rank);
+            if (IS_DOWN)
+                store_down(tile, row_tile);
+            else
+                store_activation(tile, row_tile);
+        }
+        if (IS_DOWN) bulk_stores_wait();
+    }
+};

@@ -1,0 +1,178 @@
+// h of down for many tokens: scaling * A x of the activations of every adapter group, as the columns that wide_gemm
+// multiplies B with.
+//
+// A block takes up to kRows rows of a token tile and kColumns columns of h, eight ranks each, and goes through the
+// adapter groups that those rows belong to. One warp keeps a ring of K-blocks of x and A full, four multiply 32 rows
+// each over all of K: a row's h does not depend on its neighbours. Only live ranks are read.
+//
+// Compile-time: MAX_N (rows of the largest token tile).
+#include "common/barrier.cuh"
+#include "common/gemm_args.cuh"
+#include "common/layout.cuh"
+#include "common/lora.cuh"
+
+constexpr int kWarps = 4;
+constexpr int kWarpRows = 32;
+constexpr int kRows = kWarps * kWarpRows;
+constexpr int kParts = ceil_div(MAX_N, kRows);
+constexpr int kColumns = 8;
+constexpr int kThreads = (kWarps + 1) * 32;
+constexpr int kStages = 4;
+constexpr int kTokenBytes = kRows * kBlockBytes;
+constexpr int kStepBytes = kRankBlock * 32 * 2;  // eight ranks by 32 elements of K
+constexpr int kColumnBytes = 2 * kStepBytes;     // by a K-block
+constexpr int kStageBytes = kTokenBytes + kColumns * kColumnBytes;
+
+struct Ring {
+    uint64_t full[kStages];
+    uint64_t empty[kStages];
+};
+
+// One adapter group's rows within a part of a tile, and how many of the columns from `first_column` on it has.
+struct Share {
+    LoraGroup group;
+    LoraEntry entry;
+    int first_row;
+    int num_rows;
+    int columns;
+
+    __device__ __forceinline__ Share(const LayerArgs* layer, const LoraGroup& of, int num_experts, int first, int last,
+                                     int first_column)
+        : group(of), entry(layer->lora[of.slot * num_experts + of.expert]) {
+        first_row = max(group.first_row, first);
+        num_rows = max(min(group.first_row + group.num_rows, last) - first_row, 0);
+        columns = max(min(ceil_div(entry.rank[2], kRankBlock) - first_column, kColumns), 0);
+    }
+};
+
+struct Shrink {
+    const LayerArgs* layer;
+    const uint8_t* act;  // BlockMajorK [I/64, rows, 64]
+    bf16* h;             // [R/8, rows, 8]
+    int num_experts;
+    int k_blocks;
+    int rows;
+    int max_rank;
+    uint8_t* stages;
+    Ring& ring;
+    Cursor<kStages> cursor;
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+
+    // A's first element of this lane's column.
+    __device__ __forceinline__ const uint8_t* column_of(const Share& share, int first_column) const {
+        const int64_t column_bytes = int64_t(k_blocks) * kColumnBytes;
+        const int64_t expert = int64_t(share.group.slot) * num_experts + share.group.expert;
+        return layer->lora_a_down + (expert * (max_rank / kRankBlock) + first_column + lane) * column_bytes;
+    }
+    __device__ __forceinline__ void load(const Share& share, int first_column, uint64_t policy) {
+        const uint8_t* column = column_of(share, first_column);
+        const bool has_column = lane < share.columns;
+        const int bytes = share.num_rows * kBlockBytes;
+        for (int block = 0; block < k_blocks; ++block) {
+            barrier_wait(&ring.empty[cursor.stage], cursor.parity ^ 1);
+            uint64_t* full = &ring.full[cursor.stage];
+            uint8_t* stage = stages + cursor.stage * kStageBytes;
+            if (lane == 0) {
+                barrier_expect(full, bytes + share.columns * kColumnBytes);
+                bulk_load(stage, act + (int64_t(block) * rows + share.first_row) * kBlockBytes, bytes, full, policy);
+            }
+            __syncwarp();
+            if (has_column)
+                bulk_load(stage + kTokenBytes + lane * kColumnBytes, column + block * kColumnBytes, kColumnBytes, full,
+                          policy);
+            cursor.advance();
+        }
+    }
+
+    using Sums = float[2][kColumns][4];
+
+    __device__ __forceinline__ void multiply_block(Sums& sums, const uint8_t* stage, const Share& share) const {
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+            uint4 x[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int row = warp * kWarpRows + i * 8 + lane / 4;
+                const int chunk = (step * 4 + lane % 4) ^ ((share.first_row + row) & 7);
+                x[i] = *reinterpret_cast<const uint4*>(stage + row * kBlockBytes + chunk * 16);
+            }
+#pragma unroll
+            for (int c = 0; c < kColumns; ++c) {
+                if (c >= share.columns) break;
+                const uint4 a = *reinterpret_cast<const uint4*>(stage + kTokenBytes + c * kColumnBytes +
+                                                                step * kStepBytes + lane * 16);
+#pragma unroll
+                for (int m = 0; m < 2; ++m) {
+                    const uint4& low = x[2 * m];
+                    const uint4& high = x[2 * m + 1];
+                    mma_m16n8k16(sums[m][c], low.x, high.x, low.y, high.y, a.x, a.y);
+                    mma_m16n8k16(sums[m][c], low.z, high.z, low.w, high.w, a.z, a.w);
+                }
+            }
+        }
+    }
+    __device__ __forceinline__ void store(const Sums& sums, const Share& share, int first_column) const {
+        const float scaling = share.entry.scaling[2];
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+            if (c >= share.columns) break;
+            bf16* column = h + column_offset(first_column + c, share.first_row, rows) + lane % 4 * 2;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int row = warp * kWarpRows + i * 8 + lane / 4;
+                const float* pair = &sums[i / 2][c][i % 2 * 2];
+                if (row < share.num_rows)
+                    *reinterpret_cast<uint32_t*>(column + row * kRankBlock) =
+                        pack_bf16(pair[0] * scaling, pair[1] * scaling);
+            }
+        }
+    }
+    __device__ __forceinline__ void multiply(const Share& share, int first_column) {
+        Sums sums = {};
+        for (int block = 0; block < k_blocks; ++block) {
+            barrier_wait(&ring.full[cursor.stage], cursor.parity);
+            if (warp * kWarpRows < share.num_rows) multiply_block(sums, stages + cursor.stage * kStageBytes, share);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(&ring.empty[cursor.stage]);
+            cursor.advance();
+        }
+        store(sums, share, first_column);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+    wide_shrink(const LayerArgs* layer, const uint8_t* act, const TokenTile* tiles, const int* num_tiles,
+                const LoraGroup* groups, bf16* h, int num_experts, int k_blocks, int rows, int max_rank) {
+    extern __shared__ __align__(1024) uint8_t shared[];
+    Ring& ring = *reinterpret_cast<Ring*>(shared + kStages * kStageBytes);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kStages; ++i) {
+            barrier_init(&ring.full[i], 1);
+            barrier_init(&ring.empty[i], kWarps);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    grid_dependency_wait();
+    grid_dependency_launch();
+
+    Shrink shrink{layer, act, h, num_experts, k_blocks, rows, max_rank, shared, ring};
+    const int chunks = ceil_div(max_rank / kRankBlock, kColumns);
+    const int num_items = *num_tiles * kParts * chunks;
+    const uint64_t policy = evict_first_policy();
+    for (int item = blockIdx.x; item < num_items; item += gridDim.x) {
+        const TokenTile tile = tiles[item / (kParts * chunks)];
+        const int first = tile.first_row + item / chunks % kParts * kRows;
+        const int last = tile.first_row + min(tile.num_rows, (item / chunks % kParts + 1) * kRows);
+        const int first_column = item % chunks * kColumns;
+        for (int i = 0; i < tile.groups >> 16; ++i) {
+            const Share share(layer, groups[(tile.groups & 0xffff) + i], num_experts, first, last, first_column);
+            if (share.num_rows == 0 || share.columns == 0) continue;
+            if (shrink.warp == kWarps)
+                shrink.load(share, first_column, policy);
+            else
+                shrink.multiply(share, first_column);
+        }
+    }
+}

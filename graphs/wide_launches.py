@@ -1,0 +1,211 @@
+"""The typed launches of the kernels that only many tokens need, around the wide GEMMs."""
+
+from . import kernels
+from .arguments import Argument, int32, pointer
+from .geometry import WIDE_SHARES, WIDE_SORT_WARPS
+from .kernel import PreparedLaunch
+from .lora_launches import LoraLaunches
+from .streams import Stream
+
+WIDE_ROWS = 64
+"""Rows that a block of ``wide_gather_shrink`` takes."""
+WIDE_STAGES_BYTES = 4 * (WIDE_ROWS * 128 + 8 * 1024)
+"""Shared memory of such a block: four stages of a K-block of its rows and of eight columns of A."""
+WIDE_RING_BYTES = 4 * (128 * 128 + 8 * 1024 + 16)
+"""Shared memory of a block of ``wide_shrink``: a ring of four stages of 128 rows and eight columns of A."""
+WIDE_GATHER_WARPS = 4
+WIDE_FINALIZE_BLOCKS = 5
+"""Blocks of ``wide_finalize`` that an SM holds."""
+
+
+class WideLaunches(LoraLaunches):
+    """The part of ``Launches`` that only ``wide`` shapes have."""
+
+    __slots__ = ()
+
+    def wide_count(self, stream: Stream) -> PreparedLaunch:
+        """What each share of the slot rows has of every key."""
+        geometry, slots = self.geometry, self._slots
+        return self.kernels.get(kernels.wide_count(), dynamic=True).prepare(
+            grid=(WIDE_SHARES, 1, 1),
+            block=(32 * WIDE_SORT_WARPS, 1, 1),
+            dynamic_shared_bytes=4 * geometry.keys(slots=slots),
+            stream=stream,
+            arguments={
+                "layer": self.layer,
+                "topk_ids": self.topk_ids,
+                "token_slots": self.input("token_slots"),
+                "counts": self.buffer("counts"),
+                **self._sort_sizes,
+                "share": int32(self._share),
+            },
+            waits=True,
+            holds=True,
+            reads=self.routing_reads,
+            writes=frozenset({"counts"}),
+            label="count",
+        )
+
+    def wide_sort(self, stream: Stream) -> PreparedLaunch:
+        """As ``sort``, and the token of each place."""
+        lora_writes = {"groups", "num_groups"} if self.lora else set()
+        return self.kernels.get(kernels.wide_sort(), dynamic=True).prepare(
+            grid=(WIDE_SHARES, 1, 1),
+            block=(32 * WIDE_SORT_WARPS, 1, 1),
+            dynamic_shared_bytes=self.geometry.wide_sort_shared_bytes(slots=self._slots),
+            stream=stream,
+            arguments={
+                "layer": self.layer,
+                "topk_ids": self.topk_ids,
+                "token_slots": self.input("token_slots"),
+                "counts": self.buffer("counts"),
+                "places": self.buffer("places"),
+                "place_tokens": self.buffer("place_tokens"),
+                "tiles": self.buffer("tiles"),
+                "num_tiles": self.buffer("num_tiles"),
+                "groups": self.lora_buffer("groups"),
+                "num_groups": self.lora_buffer("num_groups"),
+                "tickets": self.buffer("tickets"),
+                **self._sort_sizes,
+                "tile_rows": int32(self.tile),
+                "max_tokens": int32(self.num_tokens),
+                "share": int32(self._share),
+            },
+            waits=True,
+            holds=True,
+            programmatic=True,
+            reads=self.routing_reads | {"counts"},
+            writes=frozenset({"places", "place_tokens", "tiles", "num_tiles", "tickets"} | lora_writes),
+            label="sort",
+        )
+
+    def wide_gather(self, stream: Stream) -> PreparedLaunch:
+        """Hidden states at their places, in BlockMajorK."""
+        geometry = self.geometry
+        return self.kernels.get(kernels.wide_gather()).prepare(
+            grid=(-(-self.num_tokens // WIDE_GATHER_WARPS), 1, 1),
+            block=(WIDE_GATHER_WARPS * 32, 1, 1),
+            stream=stream,
+            arguments={
+                "hidden": self.input("hidden_states"),
+                "places": self.buffer("places"),
+                "tokens": self.buffer("tokens"),
+                "choices": int32(geometry.choices),
+                "k_blocks": int32(geometry.hidden_blocks),
+                "padded_rows": int32(self.rows),
+                "num_tokens": int32(self.num_tokens),
+            },
+            waits=True,
+            holds=True,
+            programmatic=True,
+            reads=frozenset({"input", "places"}),
+            writes=frozenset({"tokens"}),
+            label="gather",
+        )
+
+    def wide_gather_shrink(self, stream: Stream) -> PreparedLaunch:
+        """The gather, and on its way h of gate and up."""
+        return self.kernels.get(kernels.wide_gather_shrink(self.tile), dynamic=True).prepare(
+            grid=(self._parts, 1, 1),
+            block=(128, 1, 1),
+            dynamic_shared_bytes=WIDE_STAGES_BYTES,
+            stream=stream,
+            arguments={
+                "layer": self.layer,
+                "hidden": self.input("hidden_states"),
+                "place_tokens": self.buffer("place_tokens"),
+                "tiles": self.buffer("tiles"),
+                "num_tiles": self.buffer("num_tiles"),
+                "groups": self.buffer("groups"),
+                "tokens": self.buffer("tokens"),
+                "h": self.buffer("gate_up_h"),
+                **self._column_sizes(self.geometry.hidden_blocks),
+            },
+            waits=True,
+            holds=True,
+            programmatic=True,
+            reads=frozenset({"input", "place_tokens", "tiles", "num_tiles", "groups"}),
+            writes=frozenset({"tokens", "gate_up_h"}),
+            label="gather and lora_shrink of gate_up",
+        )
+
+    def wide_shrink(self, stream: Stream) -> PreparedLaunch:
+        """h of down."""
+        return self.kernels.get(kernels.wide_shrink(self.tile), dynamic=True).prepare(
+            grid=(2 * self.sm_count, 1, 1),
+            block=(160, 1, 1),
+            dynamic_shared_bytes=WIDE_RING_BYTES,
+            stream=stream,
+            arguments={
+                "layer": self.layer,
+                "act": self.buffer("act"),
+                "tiles": self.buffer("tiles"),
+                "num_tiles": self.buffer("num_tiles"),
+                "groups": self.buffer("groups"),
+                "h": self.buffer("down_h"),
+                **self._column_sizes(self.geometry.intermediate_blocks),
+            },
+            waits=True,
+            holds=True,
+            programmatic=True,
+            reads=frozenset({"input", "act", "tiles", "num_tiles", "groups"}),
+            writes=frozenset({"down_h"}),
+            label="lora_shrink of down",
+        )
+
+    def wide_finalize(self, stream: Stream) -> PreparedLaunch:
+        """The weighted sum over choices."""
+        geometry = self.geometry
+        return self.kernels.get(kernels.wide_finalize()).prepare(
+            grid=(WIDE_FINALIZE_BLOCKS * self.sm_count, 1, 1),
+            block=(128, 1, 1),
+            stream=stream,
+            arguments={
+                "layer": self.layer,
+                "places": self.buffer("places"),
+                "topk_weights": self.topk_weights,
+                "shared_weights": self.buffer("shared_weights") if geometry.shared_gated else pointer(0),
+                "down": self.buffer("down"),
+                "out": self.buffer("output"),
+                "top_k": int32(geometry.top_k),
+                "num_shared": int32(geometry.num_shared),
+                "hidden_stride": int32(geometry.output_stride),
+                "rows": int32(self.rows),
+            },
+            waits=True,
+            programmatic=True,
+            reads=self.routing_reads | {"places", "shared_weights", "down"},
+            writes=frozenset({"output"}),
+            label="finalize",
+        )
+
+    @property
+    def _slots(self) -> int:
+        return self.geometry.max_loras if self.lora else 0
+
+    @property
+    def _share(self) -> int:
+        return -(-self.slot_rows // WIDE_SHARES)
+
+    @property
+    def _parts(self) -> int:
+        return self.geometry.token_tiles(self.num_tokens, self.tile) * -(-self.tile // WIDE_ROWS)
+
+    @property
+    def _sort_sizes(self) -> dict[str, Argument]:
+        geometry = self.geometry
+        return {
+            "top_k": int32(geometry.top_k),
+            "num_shared": int32(geometry.num_shared),
+            "local_offset": int32(geometry.local_expert_offset),
+            "num_local": int32(geometry.num_local_experts),
+            "num_slots": int32(self._slots),
+        }
+
+    def _column_sizes(self, k_blocks: int) -> dict[str, Argument]:
+        return {
+            "num_experts": int32(self.geometry.experts),
+            "k_blocks": int32(k_blocks),
+            "rows": int32(self.rows),
+            "max_rank": int32(self.geometry.max_lora_rank),
+        }

@@ -1,0 +1,155 @@
+"""What many tokens are run by, without a GPU: tiles, shared memory, launches in order, and what they touch."""
+
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+
+from fake_layer import FakeLayer, parameters
+from moelet.graphs.buffers import RoutingInput
+from moelet.graphs.engine import GraphOptions
+from moelet.graphs.geometry import (
+    WIDE_ABOVE,
+    WIDE_PIECE,
+    WIDE_TILES,
+    Geometry,
+    wide_config,
+)
+from moelet.graphs.hazards import EdgeKind, find_hazards
+from moelet.graphs.kernels import EPILOGUE_ACTIVATION, EPILOGUE_DOWN, wide_gemm
+from moelet.graphs.planning import plan_memory
+from moelet.graphs.pool import Variant, eager_shapes
+from moelet.graphs.program import Plan
+from moelet.graphs.wide_launches import WIDE_RING_BYTES, WIDE_ROWS, WIDE_STAGES_BYTES
+from moelet.layer.spec import LayerSpec
+from ordering import labelled, ordering_edges
+from pointers import pointed_at
+from random_layers import SHARED_SPEC, SPEC, model_of
+from static_asserts import check, constants_of
+
+pytest.importorskip("cuda.bindings.driver")
+
+MANY = 300
+HOPPER_SHARED_BYTES = 227 << 10
+LABELS = {
+    False: ["count", "sort", "gather", "gate_up_gemm", "down_gemm", "finalize"],
+    True: [
+        "count",
+        "sort",
+        "gather and lora_shrink of gate_up",
+        "gate_up_gemm",
+        "lora_shrink of down",
+        "down_gemm",
+        "finalize",
+    ],
+}
+VARIANTS = [Variant(MANY, routing, lora) for routing, lora in product(RoutingInput, (False, True))]
+QWEN3_30B = LayerSpec(index=0, hidden_size=2048, intermediate_size=768, num_experts=128, top_k=8)
+
+
+@pytest.fixture(params=[SPEC, SHARED_SPEC], ids=["plain", "gated shared"])
+def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeLayer:
+    return FakeLayer(monkeypatch, request.param, (8, MANY))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "base", "lora"),
+    [(256, None, None), (511, None, None), (512, 128, None), (1024, 128, 128), (2048, 160, 160), (8192, 256, 256)],
+)
+def test_a_tile_holds_most_experts_tokens(tokens: int, base: int | None, lora: int | None) -> None:
+    geometry = Geometry.of(QWEN3_30B, router_fp32=False, max_loras=1, max_lora_rank=8)
+    assert geometry.wide_tile(tokens, lora=False) == base
+    assert geometry.wide_tile(tokens, lora=True) == lora
+
+
+def test_shapes_above_the_decode_limit_double() -> None:
+    geometry = Geometry.of(QWEN3_30B, router_fp32=False, max_loras=8, max_lora_rank=8)
+    assert eager_shapes(geometry, 256, 8192) == [512, 1024, 2048, 4096, 8192]
+    assert eager_shapes(geometry, 512, 3000) == [1024, 2048, 3000]
+    assert eager_shapes(geometry, WIDE_ABOVE, 300) == [300]
+    assert eager_shapes(geometry, 8, 40) == [40]
+
+
+@pytest.mark.parametrize(
+    ("slots", "wide", "most"),
+    [(31, True, 8192), (224, True, 8192), (225, False, 4096), (300, False, 4096), (385, False, 2048)],
+)
+def test_more_slots_than_a_wide_sort_holds_are_sorted_in_parts(slots: int, wide: bool, most: int) -> None:
+    """What fits in parts of 2048 tokens by the sort of few is not refused."""
+    geometry = Geometry.of(QWEN3_30B, router_fp32=False, max_loras=slots, max_lora_rank=8)
+    assert geometry.sort_shared_bytes(2048, slots=slots) <= HOPPER_SHARED_BYTES
+    assert (geometry.wide_tile(8192, lora=True) is not None) == wide
+    assert geometry.wide_tile(8192, lora=False) == 256
+    assert eager_shapes(geometry, 256, 8192)[-1] == most
+    plan = plan_memory(model_of(QWEN3_30B), GraphOptions(max_loras=slots, max_lora_rank=8))
+    assert plan.shapes[-1].tokens == most
+
+
+@pytest.mark.parametrize("tile", WIDE_TILES)
+@pytest.mark.parametrize("epilogue", [EPILOGUE_ACTIVATION, EPILOGUE_DOWN])
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_gemm_asks_for_the_shared_memory_that_it_carves_up(
+    tile: int, epilogue: int, lora: bool, tmp_path: Path
+) -> None:
+    config = wide_config(tile)
+    asked = config.shared_bytes(staging=epilogue == EPILOGUE_ACTIVATION)
+    taken = "STAGES * kStageBytes + 2 * kStagingBytes + sizeof(WideRing)"
+    asserts = [f"{taken} <= {asked}", f"{taken} > {asked - 16}", f"kPiece == {WIDE_PIECE}"]
+    asserts += [f"kThreads == {config.threads(lora=lora)}", f"kCluster == {config.cluster}", "kStageBytes % 1024 == 0"]
+    defines = {name: int(value) for name, value in wide_gemm(config, epilogue, lora=lora).defines.items()}
+    check(tmp_path, constants_of("common/wide_block.cuh", "struct WideMemory {"), asserts, defines)
+    assert asked <= HOPPER_SHARED_BYTES < 2 * asked, "one block an SM, and no more"
+
+
+def test_the_shrinks_ask_for_the_shared_memory_that_they_carve_up(tmp_path: Path) -> None:
+    asserts = [f"kStages * kStageBytes == {WIDE_STAGES_BYTES}", f"kRows == {WIDE_ROWS}", "kThreads == 128"]
+    check(tmp_path, '#include "common/wide_columns.cuh"', asserts)
+    asserts = [f"kStages * kStageBytes + sizeof(Ring) == {WIDE_RING_BYTES}", "kThreads == 160"]
+    check(
+        tmp_path, constants_of("wide_shrink.cu", "// One adapter group's rows"), asserts, {"MAX_N": 256, "BLOCK_M": 128}
+    )
+
+
+def test_the_sort_asks_for_the_shared_memory_that_it_carves_up(tmp_path: Path) -> None:
+    geometry = Geometry.of(QWEN3_30B, router_fp32=False, max_loras=3, max_lora_rank=8)
+    for slots in (0, 3, 31, 40):
+        keys = geometry.keys(slots=slots)
+        table = f"(({keys} <= kTableKeys) ? kThreads / 32 * {keys} : 0)"
+        taken = f"4 * (32 + 3 * {geometry.experts} + 2 * {keys}) + {table}"
+        asserts = [f"{taken} == {geometry.wide_sort_shared_bytes(slots=slots)}"]
+        check(tmp_path, constants_of("wide_sort.cu", "// `before` gets"), asserts)
+
+
+def test_many_tokens_are_run_by_one_chain_of_programmatic_launches(layer: FakeLayer) -> None:
+    for variant in VARIANTS:
+        runnable = layer.pool.build(variant, Plan.FUSED, captured=True)
+        assert runnable.wide
+        assert runnable.graph is not None
+        topology = runnable.graph.topology()
+        labels = [node.label for node in topology.nodes]
+        assert labels[labels.index("count") :] == LABELS[variant.lora]
+        assert set(labels[: labels.index("count")]) <= {"gate", "route"}
+        assert find_hazards(topology) == []
+        ordering = ordering_edges(topology)
+        for edge in ordering:
+            assert find_hazards(topology.without(edge)) != [], labelled(topology, [edge])
+        programmatic = [edge for edge in topology.edges if edge.kind is EdgeKind.PROGRAMMATIC]
+        chain = list(pairwise(labels[labels.index("count") :]))
+        assert [(labels[edge.source], labels[edge.target]) for edge in programmatic] == chain
+
+
+def test_plans_that_keep_the_delta_apart_have_other_gemms(layer: FakeLayer) -> None:
+    for plan in (Plan.SINGLE_STREAM, Plan.TWO_STREAM, Plan.TWO_STREAM_OVERLAP_DOWN):
+        runnable = layer.pool.build(Variant(MANY, RoutingInput.TOPK, True), plan, captured=False)
+        assert not runnable.wide
+        assert runnable.program.plan is plan
+
+
+def test_launches_declare_the_buffers_they_are_given(layer: FakeLayer) -> None:
+    for variant in VARIANTS:
+        runnable = layer.pool.build(variant, Plan.FUSED, captured=False)
+        for launch in runnable.program.launches:
+            given = pointed_at(launch, runnable.arena)
+            assert given <= launch.reads | launch.writes, launch.label
+            assert launch.writes <= given, launch.label
+            assert list(launch.arguments.arguments) == [name for _, name in parameters(launch.kernel.name)]
