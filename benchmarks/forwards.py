@@ -23,7 +23,7 @@ from moelet.layer.spec import LayerSpec
 
 from .floor import expected_experts, expert_bytes
 from .rig import Rig
-from .workload import Workload, exact_output, random_adapter, random_weights
+from .workload import Workload, exact_output, on_host, random_adapter, random_weights
 
 CYCLE_BYTES = 250_000_000
 """What one replay should move at least, several times L2, so that nothing of it serves the next."""
@@ -71,7 +71,7 @@ class WeightSet:
         make = random_adapter
         self.adapters = [make(self.spec, rank, self._random, shared_outer=shared_outer) for _ in range(count)]
         for slot, adapter in enumerate(self.adapters):
-            self._bank.install(slot, adapter)
+            self._bank.install(slot, on_host(adapter))
 
     def exact_output(self, batch: LayerBatch) -> Tensor:
         """The float64 output of ``batch`` on the host."""

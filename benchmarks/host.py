@@ -25,7 +25,7 @@ from .measurement import geometry_of, workloads
 from .report import Results, Row, Table, circumstances, fixed
 from .rig import Rig
 from .timing import Timing
-from .workload import Routing, Workload, random_batches
+from .workload import Routing, Workload, on_host, random_batches
 
 TOKENS = (1, 16, 64, 256)
 WARM_UP = 8
@@ -70,7 +70,7 @@ def install(engine: GraphEngine, sets: Sequence[WeightSet]) -> None:
     """Put the sets' adapters into the engine's slots, each adapter over all layers."""
     for slot, adapter in enumerate(sets[0].adapters):
         layers = {each.spec.index: each.adapters[slot].layers[each.spec.index] for each in sets}
-        engine.install_adapter(slot, replace(adapter, layers=layers))
+        engine.install_adapter(slot, on_host(replace(adapter, layers=layers)))
 
 
 def host_times(engine: GraphEngine, batches: Sequence[LayerBatch], calls: int) -> list[float]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -95,6 +95,17 @@ def random_adapter(spec: LayerSpec, rank: int, generator: torch.Generator, *, sh
     )
     alpha = rank * LORA_SCALING
     return Adapter(path=Path("random"), rank=rank, lora_alpha=alpha, scaling=LORA_SCALING, layers={spec.index: layer})
+
+
+def on_host(adapter: Adapter) -> Adapter:
+    """``adapter`` as slots take it: its tensors on the host."""
+
+    def moved(weights: LoraWeights) -> LoraWeights:
+        return LoraWeights(**{field.name: getattr(weights, field.name).cpu() for field in fields(weights)})
+
+    parts = adapter.layers.items()
+    layers = {index: LayerAdapter(**{name: moved(weights) for name, weights in part.items()}) for index, part in parts}
+    return replace(adapter, layers=layers)
 
 
 def random_batches(spec: LayerSpec, workload: Workload, count: int, slots: int) -> list[LayerBatch]:

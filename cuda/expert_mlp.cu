@@ -2,9 +2,9 @@
 //
 // Weights stream without a break from the first to the last: those of down do not wait for the activations, only the
 // tokens beside them do, by a count of parts that each expert still lacks. With LORA a team of warps shrinks beside
-// them. With DIRECT, for few tokens, every block makes the tiles from the routing itself and multiplies each by all
-// hidden states, which stay in its shared memory: an expert's tokens are columns of the product, put at their places
-// as the tile is written.
+// them; of many tokens h of gate and up may be there before, for a shrink alone has the whole bandwidth. With DIRECT,
+// for few tokens, every block makes the tiles from the routing itself and multiplies each by all hidden states, which
+// stay in its shared memory: an expert's tokens are columns of the product, put at their places as the tile is written.
 #define SHRINK_HALVES (DIRECT ? 1 : 2)
 #define SHRINK_UNROLL (DIRECT && MAX_N == 8 ? 4 : 2)
 #include "common/mlp.cuh"
@@ -18,8 +18,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                const int* num_groups, const bf16* gate_up_h, const bf16* down_h, int* ticket, int* pending, void* act,
                void* down, int top_k, int num_shared, int local_offset, int num_local, int num_slots, int max_tokens,
                int num_experts, int hidden_blocks, int intermediate_blocks, int output_stride, int rows, int max_rank,
-               int shrink_parts) {
+               int shrink_parts, int shrunk_before) {
     extern __shared__ __align__(1024) uint8_t shared[];
+    const bool consumes = threadIdx.x < kConsumers;
+    const bool shrinks = threadIdx.x >= kThreads - kShrinkThreads;
     Memory memory = carve(shared, hidden_blocks, num_experts);
     const Routing routing{topk_ids, token_slots, top_k, top_k + num_shared, local_offset, num_local, num_slots + 1};
     if (threadIdx.x == kConsumers) init_barriers(memory);
@@ -27,8 +29,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     int num_made = 0;
     if (threadIdx.x / 32 == kConsumers / 32)
         num_made = memory.direct.make(routing, &layer->num_tokens, max_tokens, num_experts, MAX_N);
-    if (threadIdx.x < kConsumers)
-        load_hidden<MAX_N, kConsumers>(memory.hidden, hidden_states, hidden_blocks, max_tokens);
+    if (consumes) load_hidden<MAX_N, kConsumers>(memory.hidden, hidden_states, hidden_blocks, max_tokens);
 #else
     const int num_made = *num_tiles;
 #endif
@@ -36,7 +37,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int gate_up_tiles = intermediate_blocks * (2 * kBlockK / BLOCK_M);
     const int down_tiles = output_stride / BLOCK_M;
     const int* act_pending = pending;
-    const int* gate_up_h_pending = LORA ? pending + num_experts : nullptr;
+    const bool early = LORA && MAX_N > 32 && shrunk_before;  // tokens are older than the kernel before, a shrink
+    const int* gate_up_h_pending = LORA && !early ? pending + num_experts : nullptr;
     const int* down_h_pending = LORA ? pending + 2 * num_experts : nullptr;
     Mlp mlp{
         Gemm{layer, layer->gate_up, DIRECT ? nullptr : tokens, tiles, groups, gate_up_h, nullptr, gate_up_h_pending,
@@ -45,25 +47,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
              ticket, 0, num_experts, intermediate_blocks, down_tiles, rows, max_rank, down, output_stride},
         ticket, 0};
     mlp.take(num_made);
-    Producer<Mlp> producer{mlp, memory};
+    Producer<Mlp> producer{mlp, memory, early};
     const int opened = threadIdx.x == kConsumers ? producer.open() : 0;
     __syncthreads();
-    if (DIRECT) mlp.take(*memory.direct.num_tiles);
+#if DIRECT
+    mlp.take(*memory.direct.num_tiles);
+    if (consumes) {
+        memory.direct.place_rows<kConsumers>(routing, max_tokens);
+        async_copies_wait();
+    }
+    if (consumes || shrinks) named_barrier_sync(kPlacedBarrier, kConsumers + kShrinkThreads);
+#endif
 #if LORA
     __shared__ Partial partial;
-    if (threadIdx.x >= kThreads - kShrinkThreads)
+    if (shrinks)
         return ShrinkTeam{
             mlp, memory, partial, hidden_states, num_groups, routing, max_tokens * routing.choices, shrink_parts}
             .run();
 #endif
-    if (threadIdx.x >= kConsumers) return produce(producer, opened);
-#if DIRECT
-    memory.direct.place_rows<kConsumers>(routing, max_tokens);
-    async_copies_wait();
-    named_barrier_sync(kPlacedBarrier, kConsumers + kShrinkThreads);
-#else
-    grid_dependency_wait();
-#endif
+    if (!consumes) return produce(producer, opened);
+    if (!DIRECT && !early) grid_dependency_wait();
     consume(memory, [&](Consumer& consumer, int item) {
         if (mlp.is_down(item)) {
             const int index = item - mlp.gate_up.num_items;

@@ -8,7 +8,8 @@
 #include "common/sorting.cuh"
 
 constexpr int kThreads = 512;
-constexpr int kTickets = 2;  // of the two grouped GEMMs that follow
+constexpr int kGroupRows = 32;  // the twin of GROUP_ROWS in graphs/geometry.py
+constexpr int kTickets = 2;     // of the two grouped GEMMs that follow
 
 // What an expert MLP counts down to zero: activations, h of gate and up, and h of down, by expert.
 struct Pending {
@@ -78,6 +79,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int choices = top_k + num_shared;
     rows.num_experts = num_local + num_shared;
     rows.buckets = num_slots + 1;
+    rows.group_rows = kGroupRows;
     rows.num_rows = layer->num_tokens * choices;
     rows.max_rows = max_tokens * choices;
     rows.warp_sums = reinterpret_cast<int*>(shared);

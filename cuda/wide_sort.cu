@@ -89,6 +89,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     Rows rows;
     rows.num_experts = num_local + num_shared;
     rows.buckets = num_slots + 1;
+    rows.group_rows = max_tokens * choices;  // all that there are
     rows.max_rows = max_tokens * choices;
     rows.warp_sums = reinterpret_cast<int*>(shared);
     rows.counts = rows.warp_sums + 32;

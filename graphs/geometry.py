@@ -13,6 +13,8 @@ RANK_BLOCK = 8
 """Ranks are stored and read in blocks of this."""
 EXCLUSIVE_BYTES = 114 << 10
 """Shared memory that keeps a second GEMM block off an SM: two on one would leave another idle."""
+GROUP_ROWS = 32
+"""Rows of an adapter group at the most, but for wide GEMMs: blocks share the shrink of one expert's many tokens."""
 LORA_ENTRIES = 8
 """Blocks of ranks that one LoRA stage of a GEMM holds."""
 TOKEN_TILES = (8, 16, 32, 64, 128)
@@ -35,7 +37,7 @@ DIRECT_ROWS = 256
 """Slot rows that such an MLP can sort."""
 WIDE_ABOVE = 256
 """Tokens above which the wide GEMMs are used, where experts have enough of them."""
-WIDE_LOAD, WIDE_LORA_LOAD = 32, 64
+WIDE_LOAD, WIDE_LORA_LOAD = 32, 96
 """Tokens that an expert should have on average for them, in a base batch and in one with adapters."""
 WIDE_SHARES = 64
 """Blocks that sort many slot rows, each a share of them."""
@@ -188,15 +190,12 @@ class Geometry:
         needed = config.shared_bytes(staging=True, lora_projections=2 * lora, direct_for=self)
         return needed + (SHRINK_BYTES if lora else 0) <= MOST_SHARED_BYTES
 
-    def mlp(self, num_tokens: int, *, direct: bool) -> bool:
-        """Whether one kernel has both products of ``num_tokens`` tokens.
-
-        Not where gate_up of few tokens has one tile for most multiprocessors and none for the others: all wait for the
-        slowest then, and two kernels do so in less time.
-        """
+    def mlp(self, num_tokens: int, *, lora: bool, direct: bool) -> bool:
+        """Whether one kernel has both products. Two, but not the four of ``lora``, take less time where gate_up of few
+        tokens has one tile for most multiprocessors and none for the others."""
         tile = token_tile(self, num_tokens)
-        lone = direct and tile == FEW_TILE and HALVED_ITEMS < self._gate_up_items(num_tokens) <= LONE_ITEMS
-        return tile <= MLP_TILES[-1] and num_tokens <= MLP_TOKENS and not lone
+        lone = tile == FEW_TILE and HALVED_ITEMS < self._gate_up_items(num_tokens) <= LONE_ITEMS
+        return tile <= MLP_TILES[-1] and num_tokens <= MLP_TOKENS and not (lone and direct and not lora)
 
     def mlp_config(self, num_tokens: int, *, lora: bool, direct: bool) -> "GemmConfig":
         """How that kernel is compiled. Row tiles are halved where whole ones would be few."""
@@ -224,8 +223,9 @@ class Geometry:
         return next((tile for tile in WIDE_TILES if tile >= 1.25 * mean_load), WIDE_TILES[-1])
 
     def lora_groups(self, num_tokens: int) -> int:
-        """(expert, adapter slot) pairs that ``num_tokens`` tokens can make at the most."""
-        return max(min(num_tokens * self.choices, self.experts * self.max_loras), 1)
+        """Adapter groups, of ``GROUP_ROWS`` at the most, that ``num_tokens`` tokens can make at the most."""
+        pairs = min(num_tokens * self.choices, self.experts * self.max_loras)
+        return max(pairs + (num_tokens * self.choices - pairs) // GROUP_ROWS, 1)
 
 
 def token_tile(geometry: Geometry, num_tokens: int) -> int:

@@ -88,9 +88,9 @@ def wide_gemm(config: GemmConfig, epilogue: int, *, lora: bool) -> Specialisatio
     return Specialisation("wide_gemm.cu", grouped_gemm(config, epilogue, lora=lora).defines)
 
 
-def direct_gemm(config: GemmConfig, *, lora: bool) -> Specialisation:
-    """The gate_up GEMM of few tokens, with activation; ``lora`` where it adds the delta too."""
-    return Specialisation("direct_gemm.cu", grouped_gemm(config, EPILOGUE_ACTIVATION, lora=lora).defines)
+def direct_gemm(config: GemmConfig) -> Specialisation:
+    """The gate_up GEMM of few tokens, with activation."""
+    return Specialisation("direct_gemm.cu", grouped_gemm(config, EPILOGUE_ACTIVATION, lora=False).defines)
 
 
 def lora_shrink(projections: int) -> Specialisation:
@@ -101,11 +101,6 @@ def lora_shrink(projections: int) -> Specialisation:
 def wide_shrink(tile: int) -> Specialisation:
     """The shrink of down for many tokens, in token tiles of ``tile``."""
     return Specialisation("wide_shrink.cu", {"MAX_N": tile})
-
-
-def direct_shrink() -> Specialisation:
-    """The shrink of gate and up for few tokens."""
-    return Specialisation("direct_shrink.cu", lora_shrink(2).defines)
 
 
 def lora_expand(projections: int) -> Specialisation:
@@ -198,9 +193,8 @@ def all_specialisations() -> list[Specialisation]:
         *[lora_expand(projections) for projections in (1, 2)],
         *for_tiles(TOKEN_TILES, lora=True),
         *expert_mlps(),
-        *[direct_gemm(gemm_config(FEW_TILE, direct=True), lora=lora) for lora in either],
+        direct_gemm(gemm_config(FEW_TILE, direct=True)),
         *for_many(),
-        direct_shrink(),
         activation(),
         *[finalize(lora) for lora in either],
     ]

@@ -186,29 +186,23 @@ class Launches(MlpLaunches, WideLaunches):
 
     def _direct_gemm(self, stream: Stream) -> PreparedLaunch:
         """The fused gate_up GEMM of few tokens, which reads the input alone until its first tile is half done."""
-        geometry = self.geometry
-        config = gemm_config(self.tile, lora=self.lora, direct=True)
-        projections = GATE_UP if self.lora else 0
-        shared_bytes = config.shared_bytes(staging=True, lora_projections=projections, direct_for=geometry)
+        config = gemm_config(self.tile, direct=True)
         return self._multiply(
-            self.kernels.get(kernels.direct_gemm(config, lora=self.lora), dynamic=True),
+            self.kernels.get(kernels.direct_gemm(config), dynamic=True),
             stream,
             kernels.EPILOGUE_ACTIVATION,
             config,
-            shared_bytes,
+            config.shared_bytes(staging=True, direct_for=self.geometry),
             arguments={
                 "layer": self.layer,
                 **self.direct_input,
-                "tiles": self.lora_buffer("tiles"),
-                "groups": self.lora_buffer("groups"),
-                "h": self.lora_buffer("gate_up_h"),
                 "ticket": self.buffer("tickets"),
                 "out": self.buffer("act"),
                 **self.direct_sizes,
             },
             holds=True,
             early=frozenset({"input"}),
-            reads=frozenset({"input"} | ({"tiles", "groups", "gate_up_h"} if self.lora else set())),
+            reads=frozenset({"input"}),
             writes=frozenset({"act", "tickets"}),
         )
 

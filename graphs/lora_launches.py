@@ -16,33 +16,6 @@ class LoraLaunches(Site):
 
     __slots__ = ()
 
-    def direct_shrink(self, stream: Stream) -> PreparedLaunch:
-        """h of gate and up for few tokens, straight from the input: it runs beside the sort."""
-        geometry = self.geometry
-        parts = GATE_UP * -(-geometry.max_lora_rank // (8 * kernels.RANK_BLOCKS))
-        return self.kernels.get(kernels.direct_shrink(), dynamic=True).prepare(
-            grid=(self.slot_rows * parts, 1, 1),
-            block=(256, 1, 1),
-            dynamic_shared_bytes=geometry.direct_plan_bytes,
-            stream=stream,
-            arguments={
-                "layer": self.layer,
-                **self.direct_input,
-                "h": self.buffer("gate_up_h"),
-                **self.direct_sizes,
-                "num_experts": int32(geometry.experts),
-                "k_steps": int32(2 * geometry.hidden_blocks),
-                "rows": int32(self.rows),
-                "max_rank": int32(geometry.max_lora_rank),
-            },
-            waits=True,
-            programmatic=True,
-            early=frozenset({"input", "gate_up_h"}),
-            reads=frozenset({"input"}),
-            writes=frozenset({"gate_up_h"}),
-            label="lora_shrink of gate_up",
-        )
-
     def lora_shrink(self, stream: Stream, projections: int, *, programmatic: bool = False) -> PreparedLaunch:
         """h = scaling * A x of gate and up (``GATE_UP``) or of down (``DOWN``)."""
         geometry = self.geometry

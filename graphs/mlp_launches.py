@@ -22,6 +22,9 @@ class MlpLaunches(LoraLaunches):
         lora_writes = {"gate_up_h", "down_h"} if self.lora else set()
         sorted_early = set() if self.direct else {"tiles", "num_tiles"}
         shrunk_early = {"gate_up_h"} if self.direct and self.lora else set()
+        # A shrink before it had the tokens itself, and what the sort made is older still. Only h is new.
+        older = {"tokens", "groups", "num_groups", "tickets", "pending"} if self.shrinks_before else set()
+        shrunk = {"gate_up_h"} if self.shrinks_before else set()
         return self.kernels.get(kernels.expert_mlp(config, lora=self.lora), dynamic=True).prepare(
             grid=(min(items, self.sm_count), 1, 1),
             block=(config.threads(lora=self.lora, mlp=True), 1, 1),
@@ -35,9 +38,9 @@ class MlpLaunches(LoraLaunches):
             waits=True,
             holds=True,
             programmatic=True,
-            early=frozenset({"input"} | sorted_early | shrunk_early),
-            reads=frozenset({"input"} | sorted_early | sorted_reads | lora_reads),
-            writes=frozenset({"act", "down", "tickets", "pending"} | lora_writes),
+            early=frozenset({"input"} | sorted_early | shrunk_early | older),
+            reads=frozenset({"input"} | sorted_early | sorted_reads | lora_reads | shrunk),
+            writes=frozenset({"act", "down", "tickets", "pending"} | lora_writes - shrunk),
         )
 
     def _mlp_buffers(self) -> dict[str, Argument]:
@@ -70,4 +73,5 @@ class MlpLaunches(LoraLaunches):
             "rows": int32(self.rows),
             "max_rank": int32(geometry.max_lora_rank),
             "shrink_parts": int32(self.shrink_parts),
+            "shrunk_before": int32(self.shrinks_before),
         }

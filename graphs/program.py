@@ -119,6 +119,8 @@ def _fused(build: _Builder) -> None:
     """
     make, main = build.make, build.main
     if make.mlp:
+        if make.shrinks_before:
+            build.launch(make.lora_shrink(main, GATE_UP, programmatic=True))
         build.launch(make.expert_mlp(main))
     else:
         _one_by_one(build)
@@ -130,7 +132,7 @@ def _one_by_one(build: _Builder) -> None:
     """The products as kernels of their own, each behind its shrink."""
     make, main = build.make, build.main
     if make.lora:
-        build.launch(make.direct_shrink(main) if make.direct else make.lora_shrink(main, GATE_UP, programmatic=True))
+        build.launch(make.lora_shrink(main, GATE_UP, programmatic=True))
     build.launch(make.gate_up_gemm(main, fused=True))
     if make.lora:
         build.launch(make.lora_shrink(main, DOWN, programmatic=True))

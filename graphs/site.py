@@ -8,6 +8,9 @@ from .buffers import InputLayout, RoutingInput
 from .geometry import RANK_BLOCK, SHRINK_PARTS, GemmConfig, Geometry, token_tile
 from .kernels import Kernels
 
+SHRINK_BEFORE = 64
+"""Tokens above which h of gate and up is made before an expert MLP, whose warps would not keep up."""
+
 
 @dataclass(frozen=True, slots=True)
 class Site:
@@ -46,7 +49,12 @@ class Site:
     @property
     def mlp(self) -> bool:
         """Whether a fused forward has both products in one kernel."""
-        return not self.apart and self.geometry.mlp(self.num_tokens, direct=self.direct)
+        return not self.apart and self.geometry.mlp(self.num_tokens, lora=self.lora, direct=self.direct)
+
+    @property
+    def shrinks_before(self) -> bool:
+        """Whether that kernel finds h of gate and up made."""
+        return self.lora and self.mlp and self.num_tokens > SHRINK_BEFORE
 
     @property
     def direct(self) -> bool:

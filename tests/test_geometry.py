@@ -13,6 +13,7 @@ from moelet.graphs.geometry import (
     DIRECT_ROWS,
     DIRECT_TILES,
     EXCLUSIVE_BYTES,
+    GROUP_ROWS,
     LORA_ENTRIES,
     MLP_TILES,
     SHRINK_BYTES,
@@ -108,6 +109,19 @@ def test_some_batch_takes_all_that_was_planned(tokens: int, experts: int) -> Non
     assert geometry.lora_groups(tokens) == worst_groups
 
 
+@pytest.mark.parametrize("loras", [1, 2, 5])
+@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 64, 65, 400])
+def test_long_groups_are_cut_and_counted(tokens: int, loras: int) -> None:
+    geometry = geometry_of(replace(SPEC, num_experts=1, num_local_experts=-1, top_k=1), max_loras=loras)
+    for skewed in (False, True):
+        slots = [0 if skewed and token >= loras else token % loras for token in range(tokens)]
+        made = permutation(geometry, [[0]] * tokens, slots, 128)
+        assert sum(rows for *_, rows in made.groups) == tokens
+        assert max(rows for *_, rows in made.groups) <= GROUP_ROWS
+        assert len(made.groups) <= geometry.lora_groups(tokens)
+    assert len(made.groups) == geometry.lora_groups(tokens)
+
+
 @pytest.mark.parametrize(
     ("tokens", "top_k", "experts", "tile"),
     [
@@ -162,8 +176,9 @@ def test_the_gemm_asks_for_the_shared_memory_that_it_carves_up(
 
 
 @pytest.mark.parametrize("experts", [1, 256])
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("epilogue", [EPILOGUE_ACTIVATION, EPILOGUE_BOTH])
+@pytest.mark.parametrize(
+    ("epilogue", "lora"), [(EPILOGUE_ACTIVATION, False), (EPILOGUE_BOTH, False), (EPILOGUE_BOTH, True)]
+)
 @pytest.mark.parametrize("config", [gemm_config(tile, direct=True) for tile in DIRECT_TILES] + [few_config()], ids=str)
 def test_the_direct_kernels_ask_for_the_shared_memory_that_they_carve_up(
     config: GemmConfig, epilogue: int, lora: bool, experts: int, tmp_path: Path
@@ -211,7 +226,8 @@ def test_where_one_kernel_has_both_products(spec: LayerSpec, tokens: int, one_ke
     geometry = geometry_of(spec)
     direct = geometry.direct(tokens, lora=False)
     assert direct == (tokens <= 16)
-    assert geometry.mlp(tokens, direct=direct) == one_kernel
+    assert geometry.mlp(tokens, lora=False, direct=direct) == one_kernel
+    assert geometry.mlp(tokens, lora=True, direct=direct) == (tokens <= 256 and token_tile(geometry, tokens) <= 64)
     assert geometry.mlp_config(tokens, lora=False, direct=direct).block_m == block_m
 
 

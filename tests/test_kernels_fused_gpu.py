@@ -14,6 +14,7 @@ from torch import Tensor
 from gpu_engines import GPU, Gpu, GpuLayer, exact_sums, gpu, same_bits
 from lora_cases import of_rank, only, ragged, uneven
 from lora_groups import grouped_rows, groups
+from moelet.graphs.arena import Arena
 from moelet.graphs.geometry import LORA_ENTRIES, RANK_BLOCK, token_tile
 from moelet.graphs.program import Plan
 from moelet.layer.adapter import Adapter
@@ -106,11 +107,12 @@ def met(gpu: Gpu, crowd: Crowd) -> Placed:
     return case
 
 
-def launch_unfused(case: Placed, *labels: str) -> None:
-    """Kernels of the plan that keeps the delta apart, over what the fused ones had."""
+def launch_unfused(case: Placed, *labels: str) -> Arena:
+    """Kernels of the plan that keeps the delta apart, over what the fused ones had; its arena."""
     other = case.layer.runnable(case.runnable.variant.num_tokens, Plan.SINGLE_STREAM)
     assert other.arena.pointer("act") == case.runnable.arena.pointer("act")
     case.layer.launch(other, "sort", *labels)  # for the tickets
+    return other.arena
 
 
 def product(case: Placed, x: Tensor, weights: Tensor, projection: str, dtype: torch.dtype) -> Tensor:
@@ -169,9 +171,9 @@ def test_down_with_delta(gpu: Gpu, name: str) -> None:
     stored = arena.read("down")
     assert_rest_is_poison(stored, places)
 
-    launch_unfused(case, "lora_expand of down", "down_gemm")
-    apart, adapted = arena.read("down_sums"), grouped_rows(case)
-    apart[adapted] += arena.read("down_delta")[adapted].float()
+    kept = launch_unfused(case, "lora_expand of down", "down_gemm")
+    apart, adapted = kept.read("down_sums"), grouped_rows(case)
+    apart[adapted] += kept.read("down_delta")[adapted].float()
     assert same_bits(apart.bfloat16()[places], stored[places])
 
     x = act[:, : layer.spec.intermediate_size]

@@ -29,7 +29,7 @@ SPECS = {
     "gated shared": SHARED_SPEC,
     "grouped": GROUPED_SPEC,
     "slice": replace(SHARED_SPEC, num_local_experts=2, local_expert_offset=3),
-    "lone": replace(SPEC, intermediate_size=200),  # few tokens have 96 row tiles of gate_up: two kernels
+    "lone": replace(SPEC, intermediate_size=200),  # without adapters few tokens, of 96 row tiles, have two kernels
 }
 
 SINGLE_STREAM = """
@@ -107,7 +107,7 @@ def steps(plan: Plan, variant: Variant, spec: LayerSpec, *, apart: bool = False)
     routing = ["main launches gate"] * gate + ["main launches route"] * (variant.routing is not RoutingInput.TOPK)
     fused = plan is Plan.FUSED or not variant.lora
     direct = fused and not apart and (variant.num_tokens, variant.routing) == (FEW, RoutingInput.TOPK)
-    one_by_one = apart or variant.num_tokens == MANY or (direct and spec is SPECS["lone"])
+    one_by_one = apart or variant.num_tokens == MANY or (direct and spec is SPECS["lone"] and not variant.lora)
     rest = (ONE_BY_ONE if one_by_one else FUSED) if fused else LORA_STEPS[plan]
     lines = [line for line in rest.split("\n")[1:-1] if variant.lora or "lora" not in line]
     return [*routing, "main launches sort", *([] if direct else ["main launches gather"]), *lines]
@@ -208,9 +208,21 @@ def test_a_direct_gemm_must_hold(layer: FakeLayer, lora: bool) -> None:
     """It starts beside the sort, and what comes behind it reads what the sort made before it waits."""
     topology = topology_of(layer, Plan.FUSED, Variant(FEW, RoutingInput.TOPK, lora))
     hasty = [replace(node, holds=node.label == "sort") for node in topology.nodes]
-    one_by_one = {"groups", "num_groups"} if lora else {"tiles", "num_tiles"}
-    early = one_by_one if layer.spec is SPECS["lone"] else {"places"}
+    early = {"tiles", "num_tiles"} if layer.spec is SPECS["lone"] and not lora else {"places"}
     assert {hazard.buffer for hazard in find_hazards(replace(topology, nodes=hasty))} >= early
+
+
+@pytest.mark.parametrize(("tokens", "lora"), [(64, True), (65, True), (65, False)])
+def test_more_tokens_are_shrunk_before(tokens: int, lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, variant = replace(SPEC, num_experts=64), Variant(tokens, RoutingInput.TOPK, lora)
+    layer = FakeLayer(monkeypatch, spec, (tokens,))
+    topology = topology_of(layer, Plan.FUSED, variant)
+    shrinks = ["lora_shrink of gate_up"] * (lora and tokens > 64)
+    assert [node.label for node in topology.nodes] == ["sort", "gather", *shrinks, "expert_mlp", "finalize"]
+    assert find_hazards(topology) == []
+    hasty = [replace(node, holds=False) for node in topology.nodes]
+    found = {hazard.buffer for hazard in find_hazards(replace(topology, nodes=hasty))}
+    assert ("tokens" in found) == bool(shrinks), "which the shrink has had, and the kernel behind it does not wait for"
 
 
 def test_few_tokens_can_be_sorted_as_many_are(layer: FakeLayer) -> None:

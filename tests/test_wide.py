@@ -54,7 +54,16 @@ def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fa
 
 @pytest.mark.parametrize(
     ("tokens", "base", "lora"),
-    [(256, None, None), (511, None, None), (512, 128, None), (1024, 128, 128), (2048, 160, 160), (8192, 256, 256)],
+    [
+        (256, None, None),
+        (511, None, None),
+        (512, 128, None),
+        (1024, 128, None),
+        (1535, 128, None),
+        (1536, 128, 128),
+        (2048, 160, 160),
+        (8192, 256, 256),
+    ],
 )
 def test_a_tile_holds_most_experts_tokens(tokens: int, base: int | None, lora: int | None) -> None:
     geometry = Geometry.of(QWEN3_30B, router_fp32=False, max_loras=1, max_lora_rank=8)

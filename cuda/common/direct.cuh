@@ -61,17 +61,21 @@ struct DirectTiles {
         const int max_rows = max_tokens * routing.choices;
         uint16_t held[kBatch];
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) held[i] = lane + 32 * i < max_rows ? routing.key_of(lane + 32 * i) : kNoKey;
+        for (int i = 0; i < kBatch; ++i) {
+            if (32 * i >= max_rows) break;
+            held[i] = lane + 32 * i < max_rows ? routing.key_of(lane + 32 * i) : kNoKey;
+        }
         const int num_rows = *num_tokens * routing.choices;
         for (int expert = lane; expert < num_experts; expert += 32) counts[expert] = 0;
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
+            if (32 * i >= max_rows) break;
             const int row = lane + 32 * i;
             const uint16_t key = row < num_rows ? held[i] : kNoKey;
             keys[row] = key;
             order[row] = kNoRow;
-            if (key != kNoKey) atomicAdd(&counts[key / routing.buckets], 1);
+            if (key != kNoKey) atomicAdd(&counts[routing.expert_of(key)], 1);
         }
         __syncwarp();
 
@@ -109,13 +113,6 @@ struct DirectTiles {
         return held >= first_key && (held < key || (held == key && other < row));
     }
 
-    // The place of slot row `row`, for all kDirectRows threads of the block, which take part.
-    __device__ __forceinline__ int place_of(const Routing& routing, int row, int key) const {
-        const int expert = key / routing.buckets;
-        const int other = threadIdx.x;
-        return starts[expert] + __syncthreads_count(precedes(other, row, key, expert * routing.buckets));
-    }
-
     // Notes every slot row at its place: behind the rows of its expert with earlier adapters, and behind earlier rows
     // of its own. `kThreads` threads take part.
     template <int kThreads>
@@ -124,7 +121,7 @@ struct DirectTiles {
         for (int row = threadIdx.x; row < max_rows; row += kThreads) {
             const uint16_t key = keys[row];
             if (key == kNoKey) continue;
-            const int expert = key / routing.buckets;
+            const int expert = routing.expert_of(key);
             const int first_key = expert * routing.buckets;
             int rank = 0;  // within the expert
             int rows_before = 0;

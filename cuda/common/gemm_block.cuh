@@ -9,6 +9,7 @@
 
 static_assert(BLOCK_M == 64 || BLOCK_M == 128, "a row tile is one or two warpgroups");
 static_assert(MAX_N % 8 == 0 && MAX_N <= 128, "a token tile is a multiple of 8 up to 128");
+static_assert(!DIRECT || !LORA || EPILOGUE == EPILOGUE_BOTH, "with adapters few tokens are one kernel's");
 static_assert(!DIRECT || ((EPILOGUE == EPILOGUE_ACTIVATION || EPILOGUE == EPILOGUE_BOTH) && MAX_N <= 16), "few tokens");
 static_assert(!LORA || (EPILOGUE != EPILOGUE_GATE_UP && EPILOGUE != EPILOGUE_DOWN_FP32), "those leave LoRA apart");
 

@@ -31,6 +31,7 @@ template <typename Work>
 struct Producer {
     const Work& work;
     const Memory& memory;
+    const bool early = LORA && !kBoth && !DIRECT;  // the kernel before is a shrink, which had the tokens itself
     Cursor<STAGES> cursor;
     Cursor<2> announcement;
     bool all_there = false;  // the tokens of all items
@@ -60,10 +61,10 @@ struct Producer {
             cursor.advance();
         }
     }
-    // Waits for the kernels before. The next one may read early what they made: with both products, and with DIRECT, it
-    // starts only now.
+    // Waits for the kernels before, unless only the adapters' warp must. The next one may read early what they made:
+    // with both products, and with DIRECT, it starts only now.
     __device__ __forceinline__ void depend() {
-        grid_dependency_wait();
+        if (!early) grid_dependency_wait();
         if (kBoth || DIRECT) grid_dependency_launch();
     }
     // A first ring of weights, which do not depend on the kernels before, is under way while those finish.
@@ -76,8 +77,7 @@ struct Producer {
         cursor.advance(blocks);
         return blocks;
     }
-    // What must be done before the first item goes on like the others. With LORA the kernel before a product alone is
-    // the shrink, which had the tokens itself: only the adapters' warp must wait for its end.
+    // What must be done before the first item goes on like the others.
     __device__ __forceinline__ int start(const Source& source, int item, int blocks) {
         if (DIRECT && source.token_bytes == 0) {
             // The tickets are the sort's: by the time that half a tile is under way it has ended.
@@ -86,7 +86,7 @@ struct Producer {
             depend();
             return half;
         }
-        if (!LORA || kBoth) depend();
+        depend();
         if (source.pending) await_parts(source.pending);
         for (int block = 0; block < blocks; ++block) load_tokens(source, block, block);
         return blocks;

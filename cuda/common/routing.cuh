@@ -14,6 +14,8 @@ struct Routing {
     int num_local;
     int buckets;  // adapter slots + 1: bucket 0 is "no adapter"
 
+    __device__ __forceinline__ int expert_of(int key) const { return buckets == 1 ? key : key / buckets; }
+
     // expert * buckets + bucket, local experts first, then shared ones. Reads the routing of padding tokens too, so
     // that no load waits for the number of real ones.
     __device__ __forceinline__ uint16_t key_of(int row) const {

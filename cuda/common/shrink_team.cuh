@@ -132,12 +132,11 @@ struct ShrinkTeam {
 
     __device__ __forceinline__ void run() {
 #if DIRECT
-        named_barrier_sync(kPlacedBarrier, kConsumers + kShrinkThreads);
         shrink<2>(mlp.gate_up, HiddenTokens{hidden, memory.direct, mlp.gate_up.k_blocks * kBlockK});
         grid_dependency_wait();  // the counts of activations are the sort's
 #else
         grid_dependency_wait();
-        shrink<2>(mlp.gate_up, permuted_tokens(mlp.gate_up));
+        if (mlp.gate_up.h_pending) shrink<2>(mlp.gate_up, permuted_tokens(mlp.gate_up));
 #endif
         shrink<1>(mlp.down, permuted_tokens(mlp.down));
     }

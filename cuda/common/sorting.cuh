@@ -16,6 +16,7 @@ struct Rows {
     int* counts;      // [num_experts]
     int* starts;      // [num_experts] first permuted row
     int* groups;      // [num_experts] adapter groups
+    int group_rows;   // that one of those has at the most
     int* warp_sums;   // [32]
 };
 
@@ -33,7 +34,7 @@ __device__ __forceinline__ void place_experts(const Rows& rows) {
             const int in_bucket = slot;
             slot = count;
             count += in_bucket;
-            groups += bucket > 0 && in_bucket > 0;
+            if (bucket > 0) groups += ceil_div(in_bucket, rows.group_rows);
         }
         rows.counts[expert] = count;
         rows.groups[expert] = groups;
@@ -97,8 +98,9 @@ __device__ __forceinline__ void write_groups(const Rows& rows, LoraGroup* groups
         if (rows.groups[expert] == 0) continue;
         for (int slot = 0; slot < rows.buckets - 1; ++slot) {
             const int count = rows_in_bucket(rows, expert, slot + 1);
-            const int row = rows.starts[expert] + rows.prefix[expert * rows.buckets + slot + 1];
-            if (count > 0) groups[index++] = LoraGroup{expert, slot, row, count};
+            const int start = rows.starts[expert] + rows.prefix[expert * rows.buckets + slot + 1];
+            for (int row = 0; row < count; row += rows.group_rows)
+                groups[index++] = LoraGroup{expert, slot, start + row, min(rows.group_rows, count - row)};
         }
     }
     if (threadIdx.x == 0) *num_groups = total;

@@ -11,7 +11,8 @@ struct alignas(16) TokenTile {
     int groups;     // the expert's adapter groups: the first in the low half, how many in the high half
 };
 
-// Tokens of one (expert, adapter slot) pair, consecutive permuted rows; the twin of LORA_GROUP.
+// Tokens of one (expert, adapter slot) pair, consecutive permuted rows: all of them, or as many as a group may have.
+// The twin of LORA_GROUP.
 struct alignas(16) LoraGroup {
     int expert;
     int slot;
