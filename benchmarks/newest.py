@@ -32,15 +32,19 @@ def reports(folder: Path = RESULTS) -> Iterator[Mapping[str, Any]]:
     yield from sorted(named, key=lambda report: str(report["date"]), reverse=True)
 
 
-def newest(kind: str, shape: str, routing: str = "uniform", folder: Path = RESULTS) -> Newest | None:
-    """The newest right rows of ``shape`` under ``routing``; None where there are none."""
+def newest(
+    kind: str, shape: str, routing: str = "uniform", folder: Path = RESULTS, *, ranks: bool = False
+) -> Newest | None:
+    """The newest right rows of ``shape`` under ``routing``: of a report with several LoRA ranks if ``ranks``, else of
+    one with one at most. None where there are none."""
 
     def of_shape(rows: Sequence[Row]) -> list[Row]:
         fitting = [r for r in rows if (r["shape"], r.get("routing", routing)) == (shape, routing)]
         return [r for r in fitting if not r.get("wrong")]
 
     for report in reports(folder):
-        if report["kind"] == kind and (rows := of_shape(report["rows"])):
+        rows = of_shape(report["rows"]) if report["kind"] == kind else []
+        if rows and ranks == (len({row["rank"] for row in rows if row.get("rank")}) > 1):
             return Newest(report, rows, of_shape(report.get("peers", [])))
     return None
 

@@ -38,7 +38,7 @@ class NullEngine:
     max_lora_rank = 1
     depth = 2
     begins_at_once = True
-    batch_tokens = 256
+    batch_tokens = most_tokens = 256
 
     def __init__(self, spec: LayerSpec) -> None:
         self.model = ModelSpec(

@@ -3,8 +3,8 @@ results.
 
 A region stands between ``<!-- bench:start NAME -->`` and ``<!-- bench:end -->``. NAME is ``layer-SHAPE``,
 ``kernels-SHAPE``, ``host-SHAPE`` or ``overhead-SHAPE``, with ``-zipf`` or ``-eight`` behind it for another routing
-than the uniform one. A region without a result says so. ``--check`` changes nothing and exits 1 where a table is not
-what the results say.
+than the uniform one, or ``-ranks`` for several LoRA ranks side by side. A region without a result says so. ``--check``
+changes nothing and exits 1 where a table is not what the results say.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from .report import RESULTS, ROOT, Row
 
 FILES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 REGION = re.compile(r"(<!-- bench:start (\S+) -->\n).*?(<!-- bench:end -->)", re.S)
-NAME = re.compile(r"(layer|kernels|host|overhead)-(.+?)(?:-(zipf|eight))?")
+NAME = re.compile(r"(layer|kernels|host|overhead)-(.+?)(?:-(zipf|eight|ranks))?")
 NO_RESULT = "No result yet."
 DASH = "–"
 
@@ -41,7 +41,9 @@ def content(name: str, folder: Path = RESULTS) -> str:
     parsed = NAME.fullmatch(name)
     if parsed is None:
         raise ConfigurationError(f"no table is called {name}: the name begins with one of {', '.join(TABLES)}")
-    found = newest(parsed[1], parsed[2], parsed[3] or "uniform", folder)
+    ranks = parsed[3] == "ranks"
+    routing = "uniform" if ranks else parsed[3] or "uniform"
+    found = newest(parsed[1], parsed[2], routing, folder, ranks=ranks)
     if found is None:
         return NO_RESULT
     lines = TABLES[parsed[1]](found, parsed[2])

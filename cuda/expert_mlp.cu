@@ -37,7 +37,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int gate_up_tiles = intermediate_blocks * (2 * kBlockK / BLOCK_M);
     const int down_tiles = output_stride / BLOCK_M;
     const int* act_pending = pending;
-    const bool early = LORA && MAX_N > 32 && shrunk_before;  // tokens are older than the kernel before, a shrink
+    // Whether the kernel before is a shrink, than which tokens are older; see Geometry.team.
+    const bool early = LORA && MAX_N > 32 && shrunk_before;
     const int* gate_up_h_pending = LORA && !early ? pending + num_experts : nullptr;
     const int* down_h_pending = LORA ? pending + 2 * num_experts : nullptr;
     Mlp mlp{

@@ -8,7 +8,8 @@ import torch
 
 from ..layer.layout import BLOCK_K, round_up
 from .arena import ArenaPlan, BufferSpec
-from .geometry import RANK_BLOCK, WIDE_SHARES, Geometry, token_tile
+from .gemm_config import RANK_BLOCK
+from .geometry import WIDE_SHARES, Geometry, token_tile
 
 LAYER_POINTERS = (
     "gate_up",

@@ -160,6 +160,11 @@ class GraphEngine:
         """The decode limit: more tokens run eagerly."""
         return self._shapes[-1]
 
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest shape of every layer."""
+        return min(pool.most_tokens for pool in self._pools.values())
+
     def begin(self, batch: LayerBatch) -> Forward:
         """Start a forward; see ``Engine.begin``. One of more tokens than run at once is finished when this returns."""
         self._device.make_current()
@@ -221,19 +226,12 @@ class GraphEngine:
         self._model.layer(layer)
         geometry = self._layers[layer].geometry
         choices = {shape: self._choice(geometry, shape) for shape in self._shapes}
-        rows: list[Mapping[str, Any]] = [
-            {"tokens": shape, "captured": True, "plan": choice.plan.value, "why": choice.why}
+        eager = Choice(EAGER_PLAN, f"more than {self._shapes[-1]} tokens run eagerly on one stream")
+        choices[eager_shapes(geometry, self._shapes[-1], self._options.eager_tokens)[-1]] = eager
+        return [
+            {"tokens": shape, "captured": choice is not eager, "plan": choice.plan.value, "why": choice.why}
             for shape, choice in choices.items()
         ]
-        rows.append(
-            {
-                "tokens": eager_shapes(geometry, self._shapes[-1], self._options.eager_tokens)[-1],
-                "captured": False,
-                "plan": EAGER_PLAN.value,
-                "why": f"more than {self._shapes[-1]} tokens run eagerly on one stream",
-            }
-        )
-        return rows
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:

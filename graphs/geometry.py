@@ -4,31 +4,33 @@ from dataclasses import dataclass
 
 from ..layer.layout import BLOCK_K, round_up
 from ..layer.spec import LayerSpec, RoutingSpec
+from .gemm_config import (
+    DIRECT_TILES,
+    FEW_TILE,
+    MLP_TILES,
+    MOST_SHARED_BYTES,
+    RANK_BLOCK,
+    TOKEN_TILES,
+    WIDE_TILES,
+    GemmConfig,
+    few_config,
+    gemm_config,
+)
 
 ROW_TILE = 128
 """Weight rows are padded to this, so that every row tile is whole."""
 ROW_ALIGN = 8
 """An expert's permuted rows are padded to this."""
-RANK_BLOCK = 8
-"""Ranks are stored and read in blocks of this."""
-EXCLUSIVE_BYTES = 114 << 10
-"""Shared memory that keeps a second GEMM block off an SM: two on one would leave another idle."""
 GROUP_ROWS = 32
 """Rows of an adapter group at the most, but for wide GEMMs: blocks share the shrink of one expert's many tokens."""
-LORA_ENTRIES = 8
-"""Blocks of ranks that one LoRA stage of a GEMM holds."""
-TOKEN_TILES = (8, 16, 32, 64, 128)
-"""Tokens that one tile of a grouped GEMM can hold; the kernel is specialised for each."""
-DIRECT_TILES = TOKEN_TILES[:2]
-"""Those for which an expert MLP exists that sorts for itself and holds all hidden states: as many tokens at most."""
-MLP_TILES = TOKEN_TILES[:4]
-"""Those for which an expert MLP exists: wider ones leave it too few registers."""
-FEW_TILE = DIRECT_TILES[0]
-"""The one for which there are halved row tiles too."""
 HALVED_ITEMS, LONE_ITEMS = 64, 128
-"""Whole row tiles of gate_up up to which they are halved, and up to which most multiprocessors have one at the most."""
+"""Whole row tiles of gate_up up to which they are halved, and of either product up to which most multiprocessors have
+one at the most."""
 MLP_TOKENS = 256
 """Tokens that an expert MLP takes at the most; more are bound by arithmetic."""
+TEAM_TOKENS, TEAM_RANK = 64, 32
+"""Tokens, and rank of the slots, up to which the warps of an expert MLP keep up with the shrink of gate and up; in
+slots of a higher rank they do so for ``FEW_TILE`` tokens."""
 SHRINK_PARTS = 4
 """Parts that a shrink of an expert MLP has at least where there are as many blocks of ranks."""
 SHRINK_BYTES = 4 << 10
@@ -43,14 +45,6 @@ WIDE_SHARES = 64
 """Blocks that sort many slot rows, each a share of them."""
 WIDE_SORT_WARPS, WIDE_TABLE_KEYS = 32, 4096
 """Warps of such a block, and the most keys of which each has counts of its own."""
-WIDE_PIECE = 64
-"""Tokens of a down tile that leave it together."""
-WIDE_TILES = (128, 160, 256)
-"""Tokens that one tile of a wide GEMM can hold; the kernel is specialised for each."""
-WIDE_STAGES = {128: 6, 160: 5, 256: 4}
-"""Stages of its ring: as many as there is shared memory for."""
-MOST_SHARED_BYTES = 227 << 10
-"""Shared memory that one block may take on compute capability 9.0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,18 +180,28 @@ class Geometry:
         """Whether the first GEMM of ``num_tokens`` tokens, their top-k as sent, needs no sorted copy of them."""
         if num_tokens > DIRECT_TILES[-1] or num_tokens * self.choices > DIRECT_ROWS:
             return False
+        if lora and not self.team(num_tokens):
+            return False
         config = self.mlp_config(num_tokens, lora=lora, direct=True)
         needed = config.shared_bytes(staging=True, lora_projections=2 * lora, direct_for=self)
         return needed + (SHRINK_BYTES if lora else 0) <= MOST_SHARED_BYTES
 
+    def team(self, num_tokens: int) -> bool:
+        """Whether h of gate and up of ``num_tokens`` tokens is left to the warps of an expert MLP. If not, a kernel
+        before makes it, which of the expert MLPs only that of the widest tiles can follow early."""
+        return num_tokens <= (TEAM_TOKENS if self.max_lora_rank <= TEAM_RANK else FEW_TILE)
+
     def mlp(self, num_tokens: int, *, lora: bool, direct: bool) -> bool:
-        """Whether one kernel has both products. Two, but not the four of ``lora``, take less time where gate_up of few
-        tokens has one tile for most multiprocessors and none for the others."""
+        """Whether one kernel has both products. Two, but not the four of ``lora``, take less time where one of the
+        products of few tokens has one tile for most multiprocessors and none for the others."""
         tile = token_tile(self, num_tokens)
-        lone = tile == FEW_TILE and HALVED_ITEMS < self._gate_up_items(num_tokens) <= LONE_ITEMS
+        if lora and not self.team(num_tokens) and tile != MLP_TILES[-1]:
+            return False
+        items = self._gate_up_items(num_tokens)
+        lone = tile == FEW_TILE and items > HALVED_ITEMS and min(items, self._down_items(num_tokens)) <= LONE_ITEMS
         return tile <= MLP_TILES[-1] and num_tokens <= MLP_TOKENS and not (lone and direct and not lora)
 
-    def mlp_config(self, num_tokens: int, *, lora: bool, direct: bool) -> "GemmConfig":
+    def mlp_config(self, num_tokens: int, *, lora: bool, direct: bool) -> GemmConfig:
         """How that kernel is compiled. Row tiles are halved where whole ones would be few."""
         tile = token_tile(self, num_tokens)
         if direct and tile == FEW_TILE and self._gate_up_items(num_tokens) <= HALVED_ITEMS:
@@ -208,6 +212,11 @@ class Geometry:
         """Whole row tiles of gate_up that few tokens ask for, if each hits other experts than the next."""
         hits = num_tokens * (self.top_k * self.num_local_experts / self.num_experts + self.num_shared)
         return hits * self.intermediate_blocks
+
+    def _down_items(self, num_tokens: int) -> float:
+        """The same of down, as far as there are other experts."""
+        hits = min(num_tokens * self.top_k, self.num_experts) * self.num_local_experts / self.num_experts
+        return (hits + self.num_shared) * self.output_stride / ROW_TILE
 
     def keys(self, *, slots: int) -> int:
         """What slot rows are sorted by: experts, each without an adapter and with that of each slot."""
@@ -234,67 +243,3 @@ def token_tile(geometry: Geometry, num_tokens: int) -> int:
     mean_load = num_tokens * geometry.top_k / geometry.num_experts
     wanted = min(num_tokens, max(64, round(2 * mean_load)))
     return next((tile for tile in TOKEN_TILES if tile >= wanted), TOKEN_TILES[-1])
-
-
-@dataclass(frozen=True, slots=True)
-class GemmConfig:
-    """How a grouped GEMM is compiled: rows and tokens of a tile, stages of its ring, and whether it is ``direct``."""
-
-    block_m: int
-    max_n: int
-    stages: int
-    direct: bool = False
-    wide: bool = False
-
-    @property
-    def cluster(self) -> int:
-        """Blocks that share a token tile."""
-        return 2 if self.wide else 1
-
-    def threads(self, *, lora: bool, mlp: bool = False) -> int:
-        """Threads of a block: two for each weight row, a producing warp, with ``lora`` one more unless ``wide``, and in
-        an expert ``mlp`` four that shrink."""
-        return 2 * self.block_m + 32 * (1 + (lora and not self.wide)) + (128 if lora and mlp else 0)
-
-    def shared_bytes(self, *, staging: bool, lora_projections: int = 0, direct_for: Geometry | None = None) -> int:
-        """Dynamic shared memory of a block; ``staging`` where the epilogue makes activations, ``lora_projections``
-        (2 for gate_up, 1 for down) where it adds the LoRA delta, ``direct_for`` the layer of a direct one."""
-        if self.wide:
-            return self._wide_shared_bytes(staging=staging)
-        token_bytes = round_up(self.max_n * BLOCK_K * 2, 1024)
-        stage_bytes = self.block_m * BLOCK_K * 2 + token_bytes
-        needed = self.stages * stage_bytes + (token_bytes if staging else 0)
-        if direct_for is not None:
-            needed += direct_for.hidden_blocks * token_bytes
-            needed += direct_for.direct_plan_bytes
-        if lora_projections:
-            h_blocks = 4 if self.max_n > 64 else 8
-            fragments = LORA_ENTRIES * self.block_m // 16 * 256
-            needed += 2 * (fragments + h_blocks * self.max_n * lora_projections * RANK_BLOCK * 2)
-        ring_bytes = self.stages * (8 + 8 + 4)
-        lora_ring_bytes = 2 * (8 + 8 + 8 + 8 + 4 + 4 + 4 + LORA_ENTRIES * 8)
-        return max(needed + round_up(ring_bytes, 16) + round_up(lora_ring_bytes, 16), EXCLUSIVE_BYTES)
-
-    def _wide_shared_bytes(self, *, staging: bool) -> int:
-        stage_bytes = (self.block_m + self.max_n) * BLOCK_K * 2
-        staging_bytes = self.max_n * BLOCK_K if staging else 2 * WIDE_PIECE * BLOCK_K * 2
-        sent = self.stages + 2
-        ring_bytes = 8 * (2 * self.stages + sent) + (16 + 4 + 4) * self.stages + 4 * sent
-        return self.stages * stage_bytes + 2 * staging_bytes + round_up(ring_bytes, 16)
-
-
-def wide_config(tile: int) -> GemmConfig:
-    """The configuration of the wide GEMM for token tiles of ``tile``."""
-    return GemmConfig(block_m=128, max_n=tile, stages=WIDE_STAGES[tile], wide=True)
-
-
-def gemm_config(tile: int, *, lora: bool = False, direct: bool = False) -> GemmConfig:
-    """The configuration for token tiles of ``tile``: six stages keep 96 KiB of weights in flight on every SM. The
-    widest tile with LoRA leaves room for four."""
-    return GemmConfig(block_m=128, max_n=tile, stages=4 if lora and tile > 64 else 6, direct=direct)
-
-
-def few_config() -> GemmConfig:
-    """That of an expert MLP with halved row tiles, and as many bytes in flight. Alone it is the better one: where every
-    multiprocessor has a whole tile anyway, its smaller copies cost bandwidth."""
-    return GemmConfig(block_m=64, max_n=FEW_TILE, stages=12, direct=True)

@@ -6,7 +6,7 @@ from ..layer.errors import UnsupportedCheckpointError
 from ..layer.spec import RoutingMethod
 from .compiler import Specialisation, compile_kernel
 from .cubins import CubinStore
-from .geometry import (
+from .gemm_config import (
     DIRECT_TILES,
     FEW_TILE,
     MLP_TILES,

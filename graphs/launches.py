@@ -3,7 +3,7 @@
 from . import kernels
 from .arguments import Argument, float32, int32, int64, pointer
 from .buffers import RoutingInput
-from .geometry import GemmConfig, gemm_config, wide_config
+from .gemm_config import GemmConfig, gemm_config, wide_config
 from .kernel import Kernel, PreparedLaunch
 from .lora_launches import DOWN, GATE_UP
 from .mlp_launches import MlpLaunches
@@ -73,7 +73,7 @@ class Launches(MlpLaunches, WideLaunches):
         )
 
     def sort(self, stream: Stream) -> PreparedLaunch:
-        """Places of all slot rows, token tiles and adapter groups; also resets the GEMMs' tickets."""
+        """Places of all slot rows, token tiles and adapter groups; also resets the GEMMs' tickets and counts."""
         geometry = self.geometry
         slots = geometry.max_loras if self.lora else 0
         blocks = min(max(-(-self.slot_rows // SORT_WARPS), 1 + self.lora), self.sm_count)

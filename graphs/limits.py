@@ -2,7 +2,8 @@
 
 from ..layer.errors import ConfigurationError
 from .driver import USE_CPU
-from .geometry import MOST_SHARED_BYTES, Geometry
+from .gemm_config import MOST_SHARED_BYTES
+from .geometry import Geometry
 
 MAX_KEYS = 0xFFFF
 """What the sort's 16-bit keys hold: experts times (slots + 1)."""

@@ -36,7 +36,7 @@ class MlpLaunches(LoraLaunches):
             stream=stream,
             arguments=self._mlp_buffers() | self._mlp_sizes(),
             waits=True,
-            holds=True,
+            holds=not self.shrinks_before,
             programmatic=True,
             early=frozenset({"input"} | sorted_early | shrunk_early | older),
             reads=frozenset({"input"} | sorted_early | sorted_reads | lora_reads | shrunk),

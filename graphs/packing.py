@@ -12,7 +12,8 @@ from ..layer.adapter import LayerAdapter, LoraWeights
 from ..layer.layout import round_up
 from ..layer.spec import LayerSpec
 from .buffers import LORA_ENTRY
-from .geometry import RANK_BLOCK, Geometry
+from .gemm_config import RANK_BLOCK
+from .geometry import Geometry
 
 SHRINK_K = 32
 """Elements of K that one fragment of A holds for eight ranks."""

@@ -89,10 +89,13 @@ class GraphPool:
         return [Variant(size, routing, lora) for size in sizes for routing in RoutingInput for lora in with_lora]
 
     def prepare(self, variant: Variant) -> None:
-        """Build the variant's program and, for a decode shape, capture it. Call for each of ``variants`` in order."""
+        """Build the variant's program and, for a decode shape, capture it. Call for each of ``variants`` in order.
+
+        Decode shapes with adapters have no wide GEMMs: their bits are those of every smaller batch and of every plan.
+        """
         captured = variant.num_tokens not in self.eager_shapes
         plan = self._plans[variant.num_tokens] if captured else EAGER_PLAN
-        self._runnables[variant] = self.build(variant, plan, captured=captured)
+        self._runnables[variant] = self.build(variant, plan, captured=captured, wide=not (captured and variant.lora))
 
     def build(
         self,
@@ -102,8 +105,10 @@ class GraphPool:
         captured: bool,
         delays: Mapping[str, int] | None = None,
         apart: bool = False,
+        wide: bool = True,
     ) -> Runnable:
-        """A runnable of ``variant`` under ``plan``, apart from those of the pool; tests compare such."""
+        """A runnable of ``variant`` under ``plan``, apart from those of the pool; tests compare such. ``wide``: by wide
+        GEMMs where those are the faster."""
         lora, fused = variant.lora, plan is Plan.FUSED or not variant.lora
         buffers = plan_buffers(self.geometry, variant.num_tokens, lora=lora, apart=not fused)
         arena = Arena(buffers, self.memory)
@@ -116,7 +121,7 @@ class GraphPool:
             self._kernels,
             self._sm_count,
             apart,
-            wide=fused and self.geometry.wide_tile(variant.num_tokens, lora=lora) is not None,
+            wide=wide and fused and self.geometry.wide_tile(variant.num_tokens, lora=lora) is not None,
         )
         program = build_program(launches, self._streams, self._events, plan, delays)
         graph = capture(self._streams, program.run, str(variant)) if captured else None

@@ -19,8 +19,8 @@ class Plan(StrEnum):
     ``SINGLE_STREAM``            shrink and expand one after the other, before the GEMM or before finalize
     ``TWO_STREAM``               those of gate_up on the side stream, beside the gate_up GEMM
     ``TWO_STREAM_OVERLAP_DOWN``  those of down too, beside the down GEMM, and finalize behind them
-    ``FUSED``                    one stream; the GEMMs expand as they finish a tile, and their first weights stream in
-                                 while the shrinks run
+    ``FUSED``                    one stream; the GEMMs expand as they finish a tile, up to 256 tokens both of them and
+                                 the shrinks in one kernel
     """
 
     SINGLE_STREAM = "single_stream"

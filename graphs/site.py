@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from .arena import Arena
 from .arguments import Argument, int32, pointer
 from .buffers import InputLayout, RoutingInput
-from .geometry import RANK_BLOCK, SHRINK_PARTS, GemmConfig, Geometry, token_tile
+from .gemm_config import RANK_BLOCK, GemmConfig
+from .geometry import SHRINK_PARTS, Geometry, token_tile
 from .kernels import Kernels
-
-SHRINK_BEFORE = 64
-"""Tokens above which h of gate and up is made before an expert MLP, whose warps would not keep up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,7 @@ class Site:
     @property
     def shrinks_before(self) -> bool:
         """Whether that kernel finds h of gate and up made."""
-        return self.lora and self.mlp and self.num_tokens > SHRINK_BEFORE
+        return self.lora and self.mlp and not self.geometry.team(self.num_tokens)
 
     @property
     def direct(self) -> bool:

@@ -152,7 +152,12 @@ class Engine(Protocol):
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens of the largest batch that is worth forming out of smaller ones; any number can be computed."""
+        """Tokens of the largest batch that is worth forming out of smaller ones; any number can be computed. Up to it
+        a token's bits do not depend on the others; of more, those of tokens with adapters may."""
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that are computed as one; a batch of more is computed in parts."""
 
     def begin(self, batch: LayerBatch) -> Forward:
         """Start a forward; forwards compute, and are waited for, in the order begun.

@@ -32,7 +32,7 @@ class ReferenceEngine:
     device = "cpu"
     depth = 1
     begins_at_once = False
-    batch_tokens = 256
+    batch_tokens = most_tokens = 256
 
     def __init__(
         self,

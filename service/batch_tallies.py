@@ -8,7 +8,7 @@ from .batch import Batch
 from .engine_thread import FlightTimes
 from .tallies import Counts, Distribution
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 

@@ -45,7 +45,9 @@ class Batcher:
         self._adapters = adapters
         self._metrics = metrics
         self._limits = limits
-        self._waiting = WaitingParts(adapters.table, limits.max_batch_tokens or engine.batch_tokens, self._install)
+        together = limits.max_batch_tokens or engine.batch_tokens
+        self._waiting = WaitingParts(adapters.table, together, min(together, engine.batch_tokens), self._install)
+        self._part_tokens = limits.max_batch_tokens or engine.most_tokens
         self._open: dict[Work, None] = {}
         self._in_flight = 0
         self._will_form = False
@@ -75,7 +77,9 @@ class Batcher:
         """Queue ``work``, which will end. Raises ``UnavailableError`` when the queue is full."""
         self.check_room()
         self._open[work] = None
-        for part in work.parts(self._waiting.max_batch_tokens):
+        # Where there are several adapters free slots may cut it too: no bit tells where, up to so many tokens.
+        several = len(work.versions) > 1
+        for part in work.parts(self._waiting.max_adapted_tokens if several else self._part_tokens):
             self._waiting.push(part)
         self._form_soon()
         if not self._will_sweep:

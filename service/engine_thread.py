@@ -78,6 +78,7 @@ class EngineThread:
         self.max_lora_rank = self._engine.max_lora_rank
         self.depth = self._engine.depth
         self.batch_tokens = self._engine.batch_tokens
+        self.most_tokens = self._engine.most_tokens
         self._waiter = Worker("moelet-output") if self.depth > 1 else None
         self._installer = Worker("moelet-slots")
         self._failing = threading.Lock()

@@ -21,17 +21,25 @@ class WaitingParts:
     A part is in a queue once its adapters are ready in their slots, which it holds; until then it waits in ``Swaps``
     and keeps nobody waiting. Queues take turns, a batch each, so that no layer waits for another's rush. In a queue the
     oldest part goes first; later ones go with it, and before others that do not fit the batch, but not before the same
-    one for ever.
+    one for ever. A batch of several parts has up to ``max_batch_tokens``, or ``max_adapted_tokens`` where one of them
+    has adapters, so that its bits do not depend on the others; a larger part is a batch by itself.
 
     ``requests``, ``tokens`` and ``num_bytes`` are those of all that waits. ``install`` has a version put into its slot,
     and ``install_ended`` is to be called then.
     """
 
-    def __init__(self, table: AdapterTable, max_batch_tokens: int, install: Callable[[AdapterVersion], None]) -> None:
+    def __init__(
+        self,
+        table: AdapterTable,
+        max_batch_tokens: int,
+        max_adapted_tokens: int,
+        install: Callable[[AdapterVersion], None],
+    ) -> None:
         self.requests = 0
         self.tokens = 0
         self.num_bytes = 0
         self.max_batch_tokens = max_batch_tokens
+        self.max_adapted_tokens = max_adapted_tokens
         self._swaps = Swaps(table, install, self._queue_by_age)
         self._queues: OrderedDict[Key, deque[Part]] = OrderedDict()
 
@@ -125,18 +133,19 @@ class WaitingParts:
         """The next batch of ``queue``; also taken out of it, ``over`` gets what nobody waits for."""
         taken: list[Part] = []
         passed: list[Part] = []
-        room = self.max_batch_tokens
-        while queue and room:
+        tokens, limit = 0, self.max_batch_tokens
+        while queue and tokens < limit:
             part = queue.popleft()
+            most = min(limit, self.max_adapted_tokens) if part.versions else limit
             if _is_over(part, now):
                 over.append(part)
-            elif part.num_tokens <= room:
-                if part.alone and (taken or passed):
-                    queue.appendleft(part)
-                    break
+            elif part.alone and (taken or passed):
+                queue.appendleft(part)
+                break
+            elif tokens + part.num_tokens <= most or not (taken or passed):
                 self._count(part, -1)
                 taken.append(part)
-                room -= part.num_tokens
+                tokens, limit = tokens + part.num_tokens, most
                 if part.alone:
                     break
             else:

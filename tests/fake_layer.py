@@ -85,12 +85,14 @@ class LayerDriver(FakeDriver):
 class FakeLayer:
     """The graph pool of one layer over the fake driver."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, spec: LayerSpec, shapes: Sequence[int] = (8,)) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, spec: LayerSpec, shapes: Sequence[int] = (8,), rank: int = 20
+    ) -> None:
         self.driver = LayerDriver()
         self.driver.install(monkeypatch)
         self.streams, self.events = Streams(), Events()
         self.spec = spec
-        self.geometry = Geometry.of(spec, router_fp32=False, max_loras=3, max_lora_rank=20)
+        self.geometry = Geometry.of(spec, router_fp32=False, max_loras=3, max_lora_rank=rank)
         kernels: Any = SourceKernels()
         self.pool = GraphPool(
             self.geometry,

@@ -50,13 +50,20 @@ class PlainEngine:
     max_lora_rank = 8
 
     def __init__(
-        self, *, max_loras: int = 3, depth: int = 2, batch_tokens: int = 8, begins_at_once: bool = False
+        self,
+        *,
+        max_loras: int = 3,
+        depth: int = 2,
+        batch_tokens: int = 8,
+        most_tokens: int = 0,
+        begins_at_once: bool = False,
     ) -> None:
         self.model = plain_model()
         self.max_loras = max_loras
         self.depth = depth
         self.begins_at_once = begins_at_once
         self.batch_tokens = batch_tokens
+        self.most_tokens = most_tokens or batch_tokens
         self.begun: list[LayerBatch] = []
         self.installed: list[tuple[int, float]] = []
         self.wrongs: list[str] = []

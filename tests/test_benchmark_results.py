@@ -105,7 +105,7 @@ def result(folder: Path, name: str, date: str, rows: list[dict[str, Any]], other
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """An old result, a newer one, one of another routing that is newer still, and one of another program."""
+    """An old result, a newer one, newer ones still of another routing and of several ranks, one of another program."""
     lora = {"rank": 16, "adapters": 1, "layout": "per_expert", "of_base": 1.04, "fraction": 0.88}
     slow = lora | {"plan": "two_stream", "us": 300.0}
     wrong = lora | {"tokens": 16, "us": 1.0, "wrong": True}
@@ -115,6 +115,8 @@ def results(tmp_path: Path) -> Path:
     rows = [row(1, 0.7, us=24.0, floor_us=16.4), row(), row(**lora, us=291.2), row(**slow), row(**wrong)]
     result(tmp_path, "new", "2030-01-02T00:00:00+00:00", rows, [other | timed])
     result(tmp_path, "zipf", "2030-01-03T00:00:00+00:00", [row(us=111.0, routing="zipf")], [])
+    ranks = [row(us=500.0), row(**lora | {"rank": 8}, us=222.0), row(**lora | {"rank": 64}, us=333.0)]
+    result(tmp_path, "ranks", "2030-01-04T00:00:00+00:00", ranks, [])
     (tmp_path / "other.json").write_text('{"date": "2031-01-01", "rows": [{"tokens": 1}]}')
     return tmp_path
 
@@ -142,6 +144,9 @@ def test_tables_hold_the_newest_right_results(results: Path) -> None:
         assert line in lines
     assert not any("300.0" in line or "999.0" in line or "111.0" in line for line in lines)
     assert "111.0" in tables.content("layer-qwen3-30b-a3b-zipf", results)
+    several = tables.content("layer-qwen3-30b-a3b-ranks", results)
+    assert all(us in several for us in ("500.0", "222.0", "333.0"))
+    assert "291.2" not in several
     assert tables.content("layer-mixtral-8x7b", results) == tables.NO_RESULT
     with pytest.raises(ConfigurationError, match="shape-x"):
         tables.content("shape-x", results)

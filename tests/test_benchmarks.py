@@ -219,3 +219,22 @@ def test_the_command_line_hands_over(
     monkeypatch.setattr(cli, "__file__", str(tmp_path / "site-packages" / "moelet" / "service" / "cli.py"))
     assert cli.main(["bench", "layer"]) == 2
     assert capsys.readouterr().err.startswith("moelet: benchmarks come with a source checkout")
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ["sort", "expert_mlp", "finalize"],
+        ["sort", "gather", "lora_shrink of gate_up", "expert_mlp", "finalize"],
+        ["sort", "gather", "lora_shrink of gate_up", "gate_up_gemm", "lora_shrink of down", "down_gemm", "finalize"],
+    ],
+)
+def test_every_matrix_is_read_by_one_kernel(labels: list[str]) -> None:
+    pytest.importorskip("cuda.bindings.driver")
+    from benchmarks.kernels import matrices_read
+
+    from moelet.graphs.program import Plan
+
+    read = matrices_read(Plan.FUSED, labels)
+    found = [matrix for label in labels for matrix in read.get(label, ())]
+    assert sorted(found) == sorted(matrix_bytes(SPEC, Hits(1, 1, 1, 1), 8))

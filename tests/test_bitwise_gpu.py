@@ -13,7 +13,7 @@ from decode_cases import SPECS, batch_of, rows_of, some_adapters
 from gpu_engines import Gpu, GpuLayer, gpu, opened_engine, same_bits, summed_by_hand
 from lora_cases import scaled, zeroed
 from moelet.graphs.buffers import RoutingInput
-from moelet.graphs.geometry import TOKEN_TILES
+from moelet.graphs.gemm_config import TOKEN_TILES
 from moelet.graphs.program import Plan
 from moelet.layer.errors import RequestError
 

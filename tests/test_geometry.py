@@ -9,21 +9,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moelet.graphs.buffers import plan_buffers
-from moelet.graphs.geometry import (
-    DIRECT_ROWS,
+from moelet.graphs.gemm_config import (
     DIRECT_TILES,
     EXCLUSIVE_BYTES,
-    GROUP_ROWS,
     LORA_ENTRIES,
     MLP_TILES,
-    SHRINK_BYTES,
     TOKEN_TILES,
     GemmConfig,
-    Geometry,
     few_config,
     gemm_config,
-    token_tile,
 )
+from moelet.graphs.geometry import DIRECT_ROWS, GROUP_ROWS, SHRINK_BYTES, Geometry, token_tile
 from moelet.graphs.kernels import (
     EPILOGUE_ACTIVATION,
     EPILOGUE_BOTH,
@@ -107,6 +103,10 @@ def test_some_batch_takes_all_that_was_planned(tokens: int, experts: int) -> Non
         assert geometry.token_tiles(tokens, tile) == worst_tiles
     worst_groups = max(sum(count > 0 for count in spread) for spread in spreads(tokens, experts))
     assert geometry.lora_groups(tokens) == worst_groups
+
+
+def test_the_sort_cuts_groups_where_they_are_planned_to_be_cut(tmp_path: Path) -> None:
+    check(tmp_path, constants_of("sort.cu", "constexpr int kTickets"), [f"kGroupRows == {GROUP_ROWS}"])
 
 
 @pytest.mark.parametrize("loras", [1, 2, 5])
@@ -204,6 +204,7 @@ def test_the_mlp_asks_for_the_shared_memory_that_it_carves_up(tile: int, lora: b
 
 QWEN = replace(SPEC, hidden_size=2048, intermediate_size=768, num_experts=128, num_local_experts=-1, top_k=8)
 SLICE = replace(QWEN, num_local_experts=32)
+MIXTRAL = replace(QWEN, hidden_size=4096, intermediate_size=14336, num_experts=8, num_local_experts=-1, top_k=2)
 SMALL_SLICE = replace(QWEN, intermediate_size=512, num_experts=256, num_local_experts=32)
 
 
@@ -218,6 +219,9 @@ SMALL_SLICE = replace(QWEN, intermediate_size=512, num_experts=256, num_local_ex
         (SLICE, 2, True, 64),
         (SLICE, 4, False, 128),
         (SLICE, 8, True, 128),
+        (MIXTRAL, 1, False, 128),  # 64 row tiles of down, and many of gate_up
+        (MIXTRAL, 2, False, 128),
+        (MIXTRAL, 4, True, 128),
         (SMALL_SLICE, 16, True, 128),  # as many row tiles, but there is no direct GEMM of 16 tokens alone
         (replace(QWEN, num_experts=8, num_local_experts=-1, top_k=2), 256, False, 128),
     ],
@@ -228,6 +232,11 @@ def test_where_one_kernel_has_both_products(spec: LayerSpec, tokens: int, one_ke
     assert direct == (tokens <= 16)
     assert geometry.mlp(tokens, lora=False, direct=direct) == one_kernel
     assert geometry.mlp(tokens, lora=True, direct=direct) == (tokens <= 256 and token_tile(geometry, tokens) <= 64)
+    of_high_rank = replace(geometry, max_lora_rank=64)
+    assert of_high_rank.mlp(tokens, lora=True, direct=False) == (
+        tokens <= 8 or (tokens <= 256 and token_tile(geometry, tokens) == 64)
+    )
+    assert not of_high_rank.direct(max(tokens, 9), lora=True)
     assert geometry.mlp_config(tokens, lora=False, direct=direct).block_m == block_m
 
 

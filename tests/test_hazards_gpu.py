@@ -18,7 +18,7 @@ from random_layers import random_batch
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = (1, 3, 8, 64)
+SHAPES = (1, 3, 8, 64, 80)
 CYCLES = 150_000
 """About a tenth of a millisecond: long beside every kernel here."""
 PLANS = list(Plan)

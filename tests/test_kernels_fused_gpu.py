@@ -15,7 +15,8 @@ from gpu_engines import GPU, Gpu, GpuLayer, exact_sums, gpu, same_bits
 from lora_cases import of_rank, only, ragged, uneven
 from lora_groups import grouped_rows, groups
 from moelet.graphs.arena import Arena
-from moelet.graphs.geometry import LORA_ENTRIES, RANK_BLOCK, token_tile
+from moelet.graphs.gemm_config import LORA_ENTRIES, RANK_BLOCK
+from moelet.graphs.geometry import token_tile
 from moelet.graphs.program import Plan
 from moelet.layer.adapter import Adapter
 from moelet.layer.layout import block_major_k

@@ -42,17 +42,18 @@ FP32_ROUNDING = 2.0**-24
 
 
 def patterned(spec: LayerSpec, tokens: int, pattern: str) -> LayerBatch:
-    """A batch whose routing is ``random`` with drops, all on ``one`` expert, or ``nowhere``."""
-    batch = random_batch(spec, tokens, seed=tokens, slots=[0, -1, 2, 1, 3, 1], drop=0.2)
+    """A batch whose routing is ``random`` with drops, all on ``one`` expert, there as ``one group``, or ``nowhere``."""
+    slots = [2] if pattern == "one group" else [0, -1, 2, 1, 3, 1]
+    batch = random_batch(spec, tokens, seed=tokens, slots=slots, drop=0.2)
     assert batch.topk_ids is not None
-    if pattern == "one":
+    if pattern.startswith("one"):
         batch.topk_ids.fill_(-1)[:, 1] = spec.local_expert_offset + 1
     if pattern == "nowhere":
         batch.topk_ids.fill_(-1)
     return batch
 
 
-@pytest.mark.parametrize("pattern", ["random", "one", "nowhere"])
+@pytest.mark.parametrize("pattern", ["random", "one", "one group", "nowhere"])
 @pytest.mark.parametrize("lora", [False, True], ids=["base", "lora"])
 @pytest.mark.parametrize("name", SPECS)
 def test_rows_are_sorted_stably_and_no_other_is_touched(gpu: Gpu, name: str, lora: bool, pattern: str) -> None:

@@ -17,10 +17,10 @@ SHAPES = (1, 4, 8, 16, 24, 50, 80)
 REPLAYS = 12
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["base", "lora"])
+@pytest.mark.parametrize("rank", [0, 24, 64], ids=["base", "lora", "lora in slots of rank 64"])
 @pytest.mark.parametrize("name", SPECS)
-def test_the_bits_of_the_products_apart(gpu: Gpu, name: str, lora: bool) -> None:
-    layer = gpu.layer(SPECS[name])
+def test_the_bits_of_the_products_apart(gpu: Gpu, name: str, rank: int) -> None:
+    layer, lora = gpu.layer(SPECS[name], rank=rank or 24), rank > 0
     layer.install(some_adapters(layer.spec))
     for shape, routing in product(SHAPES, RoutingInput):
         whole, apart = (

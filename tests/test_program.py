@@ -212,19 +212,6 @@ def test_a_direct_gemm_must_hold(layer: FakeLayer, lora: bool) -> None:
     assert {hazard.buffer for hazard in find_hazards(replace(topology, nodes=hasty))} >= early
 
 
-@pytest.mark.parametrize(("tokens", "lora"), [(64, True), (65, True), (65, False)])
-def test_more_tokens_are_shrunk_before(tokens: int, lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, variant = replace(SPEC, num_experts=64), Variant(tokens, RoutingInput.TOPK, lora)
-    layer = FakeLayer(monkeypatch, spec, (tokens,))
-    topology = topology_of(layer, Plan.FUSED, variant)
-    shrinks = ["lora_shrink of gate_up"] * (lora and tokens > 64)
-    assert [node.label for node in topology.nodes] == ["sort", "gather", *shrinks, "expert_mlp", "finalize"]
-    assert find_hazards(topology) == []
-    hasty = [replace(node, holds=False) for node in topology.nodes]
-    found = {hazard.buffer for hazard in find_hazards(replace(topology, nodes=hasty))}
-    assert ("tokens" in found) == bool(shrinks), "which the shrink has had, and the kernel behind it does not wait for"
-
-
 def test_few_tokens_can_be_sorted_as_many_are(layer: FakeLayer) -> None:
     variant = Variant(FEW, RoutingInput.TOPK, True)
     program = layer.pool.build(variant, Plan.FUSED, captured=False, apart=True).program

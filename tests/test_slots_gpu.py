@@ -17,7 +17,7 @@ from lora_cases import of_rank, only, ragged, uneven
 from moelet.graphs import kernels
 from moelet.graphs.driver import driver
 from moelet.graphs.engine import GraphEngine
-from moelet.graphs.geometry import gemm_config
+from moelet.graphs.gemm_config import gemm_config
 from moelet.graphs.kernels import Kernels
 from moelet.graphs.residency import device_view
 from moelet.layer.adapter import Adapter

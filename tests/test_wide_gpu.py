@@ -4,6 +4,7 @@
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from gpu_engines import GPU, Gpu, GpuLayer, exact_sums, expected, gpu, opened_en
 from lora_cases import of_rank, only, ragged, uneven
 from lora_groups import HALVES, Compared, grouped_rows, groups
 from moelet.graphs.buffers import RoutingInput
-from moelet.graphs.geometry import WIDE_TILES
+from moelet.graphs.gemm_config import WIDE_TILES
 from moelet.graphs.hazards import find_hazards
 from moelet.graphs.program import Plan
 from moelet.layer.adapter import Adapter
@@ -23,7 +24,7 @@ from moelet.layer.layout import block_major_k
 from moelet.layer.spec import LayerSpec, RoutingSpec
 from oracle import assert_close_to_truth
 from placed_rows import Placed, assert_rest_is_poison, blocks_to_rows, down_rows, placed
-from random_layers import normal, random_batch
+from random_layers import normal, random_batch, random_weights
 
 pytestmark = pytest.mark.gpu
 
@@ -234,3 +235,20 @@ def test_what_is_left_unfinalized_is_the_same_by_hand(gpu: Gpu, lora: bool) -> N
         out = engine.forward(batch)
         down, weights, places = engine.forward_unfinalized(batch)
         assert same_bits(summed_by_hand(down, weights, places), out)
+
+
+@pytest.mark.parametrize("plan", [None, Plan.TWO_STREAM])
+def test_decode_shapes_with_adapters_keep_the_bits_of_small_batches(gpu: Gpu, plan: Plan | None) -> None:  # noqa: ARG001
+    """They have no wide GEMMs, however many tokens an expert has. What runs eagerly has, and is as near the truth."""
+    spec, adapters = SPECS["tile 160"], adapters_of(SPECS["tile 160"])
+    shapes: dict[str, Any] = {"decode_shapes": (16, SHAPE), "max_decode_tokens": SHAPE, "max_eager_tokens": 2 * SHAPE}
+    with opened_engine(spec, random_weights(spec), max_loras=2, max_lora_rank=104, plan=plan, **shapes) as engine:
+        for slot in range(2):
+            adapter = adapters[slot]
+            assert adapter is not None
+            engine.install_adapter(slot, adapter)
+        batch = random_batch(spec, 2 * SHAPE, seed=2, slots=[0, -1, 1])
+        parts = [engine.forward(batch.part(start, start + 16)) for start in range(0, SHAPE - 12, 16)]
+        assert same_bits(engine.forward(batch.part(0, SHAPE))[: SHAPE - 12], torch.cat(parts))
+        known = expected(spec, random_weights(spec), batch, adapters[:2])
+        assert_close_to_truth(engine.forward(batch), known.truth, known.baseline)

@@ -81,7 +81,7 @@ __device__ __forceinline__ TokenTile tile_of(const Gemm& gemm, const Memory& mem
     return DIRECT ? memory.direct[index] : gemm.tiles[index];
 }
 
-// Where everything lies in a block's shared memory; the twin of GemmConfig.shared_bytes in graphs/geometry.py.
+// Where everything lies in a block's shared memory; the twin of GemmConfig.shared_bytes in graphs/gemm_config.py.
 __device__ __forceinline__ Memory carve(uint8_t* shared, int k_blocks, int num_experts) {
     uint8_t* hidden = shared + STAGES * kStageBytes;
     uint8_t* lora_stages = hidden + (DIRECT ? k_blocks * kTokenBytes : 0);

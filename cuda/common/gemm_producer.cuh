@@ -31,7 +31,7 @@ template <typename Work>
 struct Producer {
     const Work& work;
     const Memory& memory;
-    const bool early = LORA && !kBoth && !DIRECT;  // the kernel before is a shrink, which had the tokens itself
+    const bool early = LORA && !kBoth;  // the kernel before is a shrink, which had the tokens itself
     Cursor<STAGES> cursor;
     Cursor<2> announcement;
     bool all_there = false;  // the tokens of all items
@@ -61,8 +61,8 @@ struct Producer {
             cursor.advance();
         }
     }
-    // Waits for the kernels before, unless only the adapters' warp must. The next one may read early what they made:
-    // with both products, and with DIRECT, it starts only now.
+    // Waits for the kernels before, unless only the adapters' warp must. With both products, and with DIRECT, the next
+    // one starts only now: it may then read early what those made that were waited for.
     __device__ __forceinline__ void depend() {
         if (!early) grid_dependency_wait();
         if (kBoth || DIRECT) grid_dependency_launch();

@@ -51,7 +51,7 @@ struct WideMemory {
     WideRing& ring;
 };
 
-// Where everything lies in a block's shared memory; the twin of GemmConfig.shared_bytes in graphs/geometry.py.
+// Where everything lies in a block's shared memory; the twin of GemmConfig.shared_bytes in graphs/gemm_config.py.
 __device__ __forceinline__ WideMemory carve(uint8_t* shared) {
     uint8_t* staging = shared + STAGES * kStageBytes;
     return WideMemory{shared, staging, *reinterpret_cast<WideRing*>(staging + 2 * kStagingBytes)};

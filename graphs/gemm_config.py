@@ -1,0 +1,104 @@
+"""How GEMMs are compiled: the tiles that there are kernels for, their rings, and the shared memory that they take."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..layer.layout import BLOCK_K, round_up
+
+RANK_BLOCK = 8
+"""Ranks are stored and read in blocks of this."""
+EXCLUSIVE_BYTES = 114 << 10
+"""Shared memory that keeps a second GEMM block off an SM: two on one would leave another idle."""
+LORA_ENTRIES = 8
+"""Blocks of ranks that one LoRA stage of a GEMM holds."""
+TOKEN_TILES = (8, 16, 32, 64, 128)
+"""Tokens that one tile of a grouped GEMM can hold; the kernel is specialised for each."""
+DIRECT_TILES = TOKEN_TILES[:2]
+"""Those for which an expert MLP exists that sorts for itself and holds all hidden states: as many tokens at most."""
+MLP_TILES = TOKEN_TILES[:4]
+"""Those for which an expert MLP exists: wider ones leave it too few registers."""
+FEW_TILE = DIRECT_TILES[0]
+"""The one for which there are halved row tiles too."""
+WIDE_PIECE = 64
+"""Tokens of a down tile that leave it together."""
+WIDE_TILES = (128, 160, 256)
+"""Tokens that one tile of a wide GEMM can hold; the kernel is specialised for each."""
+WIDE_STAGES = {128: 6, 160: 5, 256: 4}
+"""Stages of its ring: as many as there is shared memory for."""
+MOST_SHARED_BYTES = 227 << 10
+"""Shared memory that one block may take on compute capability 9.0."""
+
+
+class DirectLayer(Protocol):
+    """What a direct kernel's shared memory depends on: see ``Geometry``."""
+
+    @property
+    def hidden_blocks(self) -> int: ...
+
+    @property
+    def direct_plan_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GemmConfig:
+    """How a grouped GEMM is compiled: rows and tokens of a tile, stages of its ring, whether it is ``direct`` (of few
+    tokens as they came) or ``wide`` (of many, in clusters)."""
+
+    block_m: int
+    max_n: int
+    stages: int
+    direct: bool = False
+    wide: bool = False
+
+    @property
+    def cluster(self) -> int:
+        """Blocks that share a token tile."""
+        return 2 if self.wide else 1
+
+    def threads(self, *, lora: bool, mlp: bool = False) -> int:
+        """Threads of a block: two for each weight row, a producing warp, with ``lora`` one more unless ``wide``, and in
+        an expert ``mlp`` four that shrink."""
+        return 2 * self.block_m + 32 * (1 + (lora and not self.wide)) + (128 if lora and mlp else 0)
+
+    def shared_bytes(self, *, staging: bool, lora_projections: int = 0, direct_for: DirectLayer | None = None) -> int:
+        """Dynamic shared memory of a block; ``staging`` where the epilogue makes activations, ``lora_projections``
+        (2 for gate_up, 1 for down) where it adds the LoRA delta, ``direct_for`` the layer of a direct one."""
+        if self.wide:
+            return self._wide_shared_bytes(staging=staging)
+        token_bytes = round_up(self.max_n * BLOCK_K * 2, 1024)
+        stage_bytes = self.block_m * BLOCK_K * 2 + token_bytes
+        needed = self.stages * stage_bytes + (token_bytes if staging else 0)
+        if direct_for is not None:
+            needed += direct_for.hidden_blocks * token_bytes
+            needed += direct_for.direct_plan_bytes
+        if lora_projections:
+            h_blocks = 4 if self.max_n > 64 else 8
+            fragments = LORA_ENTRIES * self.block_m // 16 * 256
+            needed += 2 * (fragments + h_blocks * self.max_n * lora_projections * RANK_BLOCK * 2)
+        ring_bytes = self.stages * (8 + 8 + 4)
+        lora_ring_bytes = 2 * (8 + 8 + 8 + 8 + 4 + 4 + 4 + LORA_ENTRIES * 8)
+        return max(needed + round_up(ring_bytes, 16) + round_up(lora_ring_bytes, 16), EXCLUSIVE_BYTES)
+
+    def _wide_shared_bytes(self, *, staging: bool) -> int:
+        stage_bytes = (self.block_m + self.max_n) * BLOCK_K * 2
+        staging_bytes = self.max_n * BLOCK_K if staging else 2 * WIDE_PIECE * BLOCK_K * 2
+        sent = self.stages + 2
+        ring_bytes = 8 * (2 * self.stages + sent) + (16 + 4 + 4) * self.stages + 4 * sent
+        return self.stages * stage_bytes + 2 * staging_bytes + round_up(ring_bytes, 16)
+
+
+def wide_config(tile: int) -> GemmConfig:
+    """The configuration of the wide GEMM for token tiles of ``tile``."""
+    return GemmConfig(block_m=128, max_n=tile, stages=WIDE_STAGES[tile], wide=True)
+
+
+def gemm_config(tile: int, *, lora: bool = False, direct: bool = False) -> GemmConfig:
+    """The configuration for token tiles of ``tile``: six stages keep 96 KiB of weights in flight on every SM. The
+    widest tile with LoRA leaves room for four."""
+    return GemmConfig(block_m=128, max_n=tile, stages=4 if lora and tile > 64 else 6, direct=direct)
+
+
+def few_config() -> GemmConfig:
+    """That of an expert MLP with halved row tiles, and as many bytes in flight. Alone it is the better one: where every
+    multiprocessor has a whole tile anyway, its smaller copies cost bandwidth."""
+    return GemmConfig(block_m=64, max_n=FEW_TILE, stages=12, direct=True)
