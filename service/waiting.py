@@ -101,8 +101,14 @@ class WaitingParts:
     @property
     def fills_a_batch(self) -> bool:
         """Whether the batch that goes next cannot grow."""
-        queue = next(iter(self._queues.values()), ())
-        return sum(part.num_tokens for part in queue) >= self.max_batch_tokens
+        tokens, limit = 0, self.max_batch_tokens
+        for part in next(iter(self._queues.values()), ()):
+            if part.alone:
+                return True
+            if part.versions and (not tokens or tokens + part.num_tokens <= self.max_adapted_tokens):
+                limit = min(limit, self.max_adapted_tokens)
+            tokens += part.num_tokens
+        return tokens >= limit
 
     @property
     def since(self) -> float:

@@ -1,8 +1,10 @@
 """How many tokens go into one call of the engine: of one request, of several, and with adapters among them."""
 
 import asyncio
+import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from plain_engine import PlainEngine, PlainService, output_of, plain_service, tokens
@@ -59,6 +61,34 @@ def test_what_is_asked_for_bounds_both(tmp_path: Path) -> None:
     engine = PlainEngine(batch_tokens=8, most_tokens=32)
     found = sizes_of(tmp_path, engine, [(40, None), (8, None), (7, None)], max_batch_tokens=16)
     assert sorted(found) == [7, 16, 16, 16]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "max_batch_tokens", "waits"), [(None, 16, False), ("a", 8, False), ("a", 24, False), (None, 24, True)]
+)
+def test_a_batch_waits_for_more_only_where_it_can_grow(
+    tmp_path: Path, adapter: str | None, max_batch_tokens: int, waits: bool
+) -> None:
+    engine = PlainEngine(batch_tokens=8, most_tokens=64)
+
+    async def second_batch_after() -> float:
+        limits = {"max_batch_tokens": max_batch_tokens, "queue_delay_s": 0.5}
+        async with plain_service(tmp_path, engine, **limits) as plain:
+            await plain.load("a")
+            await plain.forward(tokens(1), "a")
+            with engine.closed():
+                first = asyncio.ensure_future(plain.forward(tokens(1), adapter))
+                while len(engine.begun) < 2:
+                    await asyncio.sleep(0.001)
+                start = time.monotonic()
+                others = [asyncio.ensure_future(plain.forward(tokens(2, 2, 2, 2), adapter)) for _ in range(5)]
+                while len(engine.begun) < 3:
+                    await asyncio.sleep(0.001)
+                took = time.monotonic() - start
+            await asyncio.gather(first, *others)
+            return took
+
+    assert (asyncio.run(second_batch_after()) > 0.25) == waits
 
 
 def test_with_adapters_no_more_go_together_than_leave_their_bits_alone(tmp_path: Path) -> None:
