@@ -75,13 +75,12 @@ class Launches(MlpLaunches, WideLaunches):
     def sort(self, stream: Stream) -> PreparedLaunch:
         """Places of all slot rows, token tiles and adapter groups; also resets the GEMMs' tickets and counts."""
         geometry = self.geometry
-        slots = geometry.max_loras if self.lora else 0
         blocks = min(max(-(-self.slot_rows // SORT_WARPS), 1 + self.lora), self.sm_count)
         lora_writes = {"row_slots", "groups", "num_groups"} if self.lora else set()
         return self.kernels.get(kernels.sort(), dynamic=True).prepare(
             grid=(blocks, 1, 1),
             block=(SORT_WARPS * 32, 1, 1),
-            dynamic_shared_bytes=geometry.sort_shared_bytes(self.num_tokens, slots=slots),
+            dynamic_shared_bytes=geometry.sort_shared_bytes(self.num_tokens, slots=self.slots),
             stream=stream,
             arguments={
                 "layer": self.layer,
@@ -95,11 +94,7 @@ class Launches(MlpLaunches, WideLaunches):
                 "num_groups": self.lora_buffer("num_groups"),
                 "tickets": self.buffer("tickets"),
                 "pending": self.buffer("pending"),
-                "top_k": int32(geometry.top_k),
-                "num_shared": int32(geometry.num_shared),
-                "local_offset": int32(geometry.local_expert_offset),
-                "num_local": int32(geometry.num_local_experts),
-                "num_slots": int32(slots),
+                **self.routing_sizes,
                 "tile_rows": int32(self.tile),
                 "max_tokens": int32(self.num_tokens),
                 "tile_parts": int32(2 * geometry.intermediate_stride // self.mlp_config.block_m),

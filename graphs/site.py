@@ -67,17 +67,26 @@ class Site:
         return {name: self.input(name) for name in ("hidden_states", "topk_ids", "token_slots")}
 
     @property
-    def direct_sizes(self) -> dict[str, Argument]:
-        """The sizes by which a direct kernel sorts for itself."""
+    def routing_sizes(self) -> dict[str, Argument]:
+        """The sizes by which a slot row finds its key."""
         geometry = self.geometry
         return {
             "top_k": int32(geometry.top_k),
             "num_shared": int32(geometry.num_shared),
             "local_offset": int32(geometry.local_expert_offset),
             "num_local": int32(geometry.num_local_experts),
-            "num_slots": int32(geometry.max_loras if self.lora else 0),
-            "max_tokens": int32(self.num_tokens),
+            "num_slots": int32(self.slots),
         }
+
+    @property
+    def direct_sizes(self) -> dict[str, Argument]:
+        """The sizes by which a direct kernel sorts for itself."""
+        return {**self.routing_sizes, "max_tokens": int32(self.num_tokens)}
+
+    @property
+    def slots(self) -> int:
+        """Adapter slots that rows are sorted by: none without LoRA."""
+        return self.geometry.max_loras if self.lora else 0
 
     @property
     def mlp_config(self) -> GemmConfig:

@@ -25,7 +25,7 @@ class WideLaunches(LoraLaunches):
 
     def wide_count(self, stream: Stream) -> PreparedLaunch:
         """What each share of the slot rows has of every key."""
-        geometry, slots = self.geometry, self._slots
+        geometry, slots = self.geometry, self.slots
         return self.kernels.get(kernels.wide_count(), dynamic=True).prepare(
             grid=(WIDE_SHARES, 1, 1),
             block=(32 * WIDE_SORT_WARPS, 1, 1),
@@ -36,7 +36,7 @@ class WideLaunches(LoraLaunches):
                 "topk_ids": self.topk_ids,
                 "token_slots": self.input("token_slots"),
                 "counts": self.buffer("counts"),
-                **self._sort_sizes,
+                **self.routing_sizes,
                 "share": int32(self._share),
             },
             waits=True,
@@ -52,7 +52,7 @@ class WideLaunches(LoraLaunches):
         return self.kernels.get(kernels.wide_sort(), dynamic=True).prepare(
             grid=(WIDE_SHARES, 1, 1),
             block=(32 * WIDE_SORT_WARPS, 1, 1),
-            dynamic_shared_bytes=self.geometry.wide_sort_shared_bytes(slots=self._slots),
+            dynamic_shared_bytes=self.geometry.wide_sort_shared_bytes(slots=self.slots),
             stream=stream,
             arguments={
                 "layer": self.layer,
@@ -66,7 +66,7 @@ class WideLaunches(LoraLaunches):
                 "groups": self.lora_buffer("groups"),
                 "num_groups": self.lora_buffer("num_groups"),
                 "tickets": self.buffer("tickets"),
-                **self._sort_sizes,
+                **self.routing_sizes,
                 "tile_rows": int32(self.tile),
                 "max_tokens": int32(self.num_tokens),
                 "share": int32(self._share),
@@ -180,27 +180,12 @@ class WideLaunches(LoraLaunches):
         )
 
     @property
-    def _slots(self) -> int:
-        return self.geometry.max_loras if self.lora else 0
-
-    @property
     def _share(self) -> int:
         return -(-self.slot_rows // WIDE_SHARES)
 
     @property
     def _parts(self) -> int:
         return self.geometry.token_tiles(self.num_tokens, self.tile) * -(-self.tile // WIDE_ROWS)
-
-    @property
-    def _sort_sizes(self) -> dict[str, Argument]:
-        geometry = self.geometry
-        return {
-            "top_k": int32(geometry.top_k),
-            "num_shared": int32(geometry.num_shared),
-            "local_offset": int32(geometry.local_expert_offset),
-            "num_local": int32(geometry.num_local_experts),
-            "num_slots": int32(self._slots),
-        }
 
     def _column_sizes(self, k_blocks: int) -> dict[str, Argument]:
         return {
