@@ -70,9 +70,8 @@ class AdapterRegistry:
                     f"the adapter {name!r} is loaded already, as version {current.version}: "
                     "set load_inplace to true to replace it"
                 )
-            folder, root = self.roots.resolve(sent, param)
-            adapter = await asyncio.get_running_loop().run_in_executor(
-                self._readers, partial(self._read_for_client, folder, root, sent)
+            folder, adapter = await asyncio.get_running_loop().run_in_executor(
+                self._readers, partial(self._read_for_client, sent, param)
             )
             if pinned is None:
                 pinned = current is not None and current.pinned
@@ -151,7 +150,9 @@ class AdapterRegistry:
 
     def in_flight(self, name: str) -> int:
         """Requests that hold any version of ``name``."""
-        return self.in_flight_by_name().get(name, 0)
+        current = self.find(name)
+        versions = [*self.table.retired, *([] if current is None else [current])]
+        return sum(version.in_flight for version in versions if version.name == name)
 
     def in_flight_by_name(self) -> dict[str, int]:
         """Requests in flight of each name that is loaded or still held."""
@@ -198,8 +199,12 @@ class AdapterRegistry:
                 raise
             raise AdapterCapacityError(f"{folder}: the host has too little memory left to load it") from error
 
-    def _read_for_client(self, folder: Path, root: Path, sent: str) -> KeptAdapter:
-        """Parse the adapter; what is told of it knows its path as the client wrote it."""
+    def _read_for_client(self, sent: str, param: str) -> tuple[Path, KeptAdapter]:
+        """The folder that a client means and the adapter in it, which knows its path as the client wrote it.
+
+        Off the event loop from the first look at the path on: on some file systems each takes as long as a forward.
+        """
+        folder, root = self.roots.resolve(sent, param)
         try:
             adapter = self._parse(folder, root)
         except AdapterError as error:
@@ -207,7 +212,7 @@ class AdapterRegistry:
             raise
         except OSError as error:
             raise AdapterRefusedError(sent, "files that can be read", error.strerror or "an I/O error") from error
-        return adapter.at(Path(sent))
+        return folder, adapter.at(Path(sent))
 
 
 def _held(count: int) -> str:
