@@ -77,16 +77,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
     Rows rows;
     const int choices = top_k + num_shared;
-    rows.num_experts = num_local + num_shared;
-    rows.buckets = num_slots + 1;
     rows.group_rows = kGroupRows;
     rows.num_rows = layer->num_tokens * choices;
     rows.max_rows = max_tokens * choices;
-    rows.warp_sums = reinterpret_cast<int*>(shared);
-    rows.counts = rows.warp_sums + 32;
-    rows.starts = rows.counts + rows.num_experts;
-    rows.groups = rows.starts + rows.num_experts;
-    rows.prefix = rows.groups + rows.num_experts;
+    carve(rows, shared, num_local + num_shared, num_slots + 1);
     rows.keys = reinterpret_cast<uint16_t*>(rows.prefix + rows.num_experts * rows.buckets);
     count_rows(rows, Routing{topk_ids, token_slots, top_k, choices, local_offset, num_local, rows.buckets});
     place_experts(rows);

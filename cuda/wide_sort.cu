@@ -87,15 +87,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     extern __shared__ __align__(16) uint8_t shared[];
     const int choices = top_k + num_shared;
     Rows rows;
-    rows.num_experts = num_local + num_shared;
-    rows.buckets = num_slots + 1;
+    carve(rows, shared, num_local + num_shared, num_slots + 1);
     rows.group_rows = max_tokens * choices;  // all that there are
     rows.max_rows = max_tokens * choices;
-    rows.warp_sums = reinterpret_cast<int*>(shared);
-    rows.counts = rows.warp_sums + 32;
-    rows.starts = rows.counts + rows.num_experts;
-    rows.groups = rows.starts + rows.num_experts;
-    rows.prefix = rows.groups + rows.num_experts;
     const int num_keys = rows.num_experts * rows.buckets;
     int* before = rows.prefix + num_keys;
     uint8_t* table = num_keys <= kTableKeys ? reinterpret_cast<uint8_t*>(before + num_keys) : nullptr;

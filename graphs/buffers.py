@@ -111,7 +111,7 @@ def plan_buffers(geometry: Geometry, num_tokens: int, *, lora: bool, apart: bool
         BufferSpec("down", (rows, geometry.output_stride), half),
     ]
     if geometry.wide_tile(num_tokens, lora=lora) is not None:
-        keys = geometry.keys(slots=geometry.max_loras if lora else 0)
+        keys = geometry.keys(slots=geometry.slots(lora=lora))
         buffers += [
             BufferSpec("counts", (WIDE_SHARES, -(-keys // 2)), word),
             BufferSpec("place_tokens", (rows,), word),

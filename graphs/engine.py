@@ -21,7 +21,7 @@ from .kernels import Kernels
 from .limits import check_limits
 from .memory import DeviceBuffer
 from .plan_choice import Choice, choose
-from .pool import EAGER_PLAN, GraphPool, Runnable, arena_memory, eager_shapes
+from .pool import EAGER_PLAN, GraphPool, Runnable, arena_memory
 from .program import Plan
 from .residency import ResidentLayer, router_matrix
 from .staging import Arrival, Staging, routing_input
@@ -227,7 +227,7 @@ class GraphEngine:
         geometry = self._layers[layer].geometry
         choices = {shape: self._choice(geometry, shape) for shape in self._shapes}
         eager = Choice(EAGER_PLAN, f"more than {self._shapes[-1]} tokens run eagerly on one stream")
-        choices[eager_shapes(geometry, self._shapes[-1], self._options.eager_tokens)[-1]] = eager
+        choices[self._pools[geometry].most_tokens] = eager
         return [
             {"tokens": shape, "captured": choice is not eager, "plan": choice.plan.value, "why": choice.why}
             for shape, choice in choices.items()

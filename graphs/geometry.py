@@ -218,16 +218,24 @@ class Geometry:
         hits = min(num_tokens * self.top_k, self.num_experts) * self.num_local_experts / self.num_experts
         return (hits + self.num_shared) * self.output_stride / ROW_TILE
 
+    def slots(self, *, lora: bool) -> int:
+        """Adapter slots that rows are sorted by: none without ``lora``."""
+        return self.max_loras if lora else 0
+
     def keys(self, *, slots: int) -> int:
         """What slot rows are sorted by: experts, each without an adapter and with that of each slot."""
         return self.experts * (slots + 1)
 
+    def mean_load(self, num_tokens: int) -> float:
+        """Tokens of ``num_tokens`` that an expert has on average."""
+        return num_tokens * self.top_k / self.num_experts
+
     def wide_tile(self, num_tokens: int, *, lora: bool) -> int | None:
         """Tokens a tile of the wide GEMMs of ``num_tokens`` tokens: enough for most experts, so that their weights are
         read once; None where those are not used, or their sort would not fit into shared memory."""
-        mean_load = num_tokens * self.top_k / self.num_experts
+        mean_load = self.mean_load(num_tokens)
         few = num_tokens <= WIDE_ABOVE or mean_load < (WIDE_LORA_LOAD if lora else WIDE_LOAD)
-        if few or self.wide_sort_shared_bytes(slots=self.max_loras if lora else 0) > MOST_SHARED_BYTES:
+        if few or self.wide_sort_shared_bytes(slots=self.slots(lora=lora)) > MOST_SHARED_BYTES:
             return None
         return next((tile for tile in WIDE_TILES if tile >= 1.25 * mean_load), WIDE_TILES[-1])
 
@@ -240,6 +248,5 @@ class Geometry:
 def token_tile(geometry: Geometry, num_tokens: int) -> int:
     """Tokens a tile: enough for all tokens of one expert where that is possible at all, so that its weights are read
     once; else the largest that the mean load calls for. Results do not depend on it."""
-    mean_load = num_tokens * geometry.top_k / geometry.num_experts
-    wanted = min(num_tokens, max(64, round(2 * mean_load)))
+    wanted = min(num_tokens, max(64, round(2 * geometry.mean_load(num_tokens))))
     return next((tile for tile in TOKEN_TILES if tile >= wanted), TOKEN_TILES[-1])

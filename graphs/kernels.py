@@ -159,14 +159,12 @@ def for_tiles(tiles: Iterable[int], *, lora: bool) -> list[Specialisation]:
 
 def expert_mlps() -> list[Specialisation]:
     """The kernels that hold both products, of sorted tokens and of few tokens as they came."""
-    either = (False, True)
-    configs = {
-        adds: [few_config()]
-        + [gemm_config(tile, lora=adds, direct=True) for tile in DIRECT_TILES]
-        + [gemm_config(tile, lora=adds) for tile in MLP_TILES]
-        for adds in either
-    }
-    return [expert_mlp(config, lora=adds) for adds in either for config in configs[adds]]
+    tiles = [(tile, True) for tile in DIRECT_TILES] + [(tile, False) for tile in MLP_TILES]
+    return [
+        expert_mlp(config, lora=adds)
+        for adds in (False, True)
+        for config in (few_config(), *(gemm_config(tile, lora=adds, direct=direct) for tile, direct in tiles))
+    ]
 
 
 def for_many() -> list[Specialisation]:

@@ -109,20 +109,11 @@ class Launches(MlpLaunches, WideLaunches):
 
     def gather(self, stream: Stream) -> PreparedLaunch:
         """Hidden states of all slot rows at their places, in BlockMajorK."""
-        geometry = self.geometry
         return self.kernels.get(kernels.gather()).prepare(
             grid=(-(-self.slot_rows // GATHER_WARPS), 1, 1),
             block=(GATHER_WARPS * 32, 1, 1),
             stream=stream,
-            arguments={
-                "hidden": self.input("hidden_states"),
-                "places": self.buffer("places"),
-                "tokens": self.buffer("tokens"),
-                "choices": int32(geometry.choices),
-                "k_blocks": int32(geometry.hidden_blocks),
-                "padded_rows": int32(self.rows),
-                "max_rows": int32(self.slot_rows),
-            },
+            arguments={**self.gathering, "max_rows": int32(self.slot_rows)},
             waits=True,
             holds=True,
             programmatic=True,
@@ -157,7 +148,7 @@ class Launches(MlpLaunches, WideLaunches):
                 "layer": self.layer,
                 "places": self.buffer("places"),
                 "topk_weights": self.topk_weights,
-                "shared_weights": self.buffer("shared_weights") if geometry.shared_gated else pointer(0),
+                "shared_weights": self.shared_weights,
                 "token_slots": self.input("token_slots"),
                 "down": self.buffer(source),
                 "delta": pointer(0) if fused else self.buffer("down_delta"),

@@ -86,7 +86,7 @@ class Site:
     @property
     def slots(self) -> int:
         """Adapter slots that rows are sorted by: none without LoRA."""
-        return self.geometry.max_loras if self.lora else 0
+        return self.geometry.slots(lora=self.lora)
 
     @property
     def mlp_config(self) -> GemmConfig:
@@ -115,6 +115,23 @@ class Site:
     def topk_ids(self) -> Argument:
         """Top-k experts, as sent or as routed."""
         return self.input("topk_ids") if self.routing is RoutingInput.TOPK else self.buffer("routed_ids")
+
+    @property
+    def shared_weights(self) -> Argument:
+        """The shared experts' weights where a gate of their own makes them, else null."""
+        return self.buffer("shared_weights") if self.geometry.shared_gated else pointer(0)
+
+    @property
+    def gathering(self) -> dict[str, Argument]:
+        """What a gather reads and writes, and the sizes that it goes by."""
+        return {
+            "hidden": self.input("hidden_states"),
+            "places": self.buffer("places"),
+            "tokens": self.buffer("tokens"),
+            "choices": int32(self.geometry.choices),
+            "k_blocks": int32(self.geometry.hidden_blocks),
+            "padded_rows": int32(self.rows),
+        }
 
     @property
     def topk_weights(self) -> Argument:

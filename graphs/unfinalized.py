@@ -39,15 +39,15 @@ def read_unfinalized(geometry: Geometry, batch: LayerBatch, runnable: Runnable) 
         rows[adapted] += arena.read("down_delta")[adapted, :hidden].float()
         rows = rows.bfloat16()
     else:
-        rows = _down_rows(runnable)[:, :hidden]
+        rows = down_rows(runnable)[:, :hidden]
     down = torch.zeros_like(rows)
     used = places[places >= 0].long()
     down[used] = rows[used]
     return Unfinalized(down, _weights(geometry, batch, variant, arena), places)
 
 
-def _down_rows(runnable: Runnable) -> Tensor:
-    """The down output by permuted row, out of BlockMajorK where wide GEMMs made it."""
+def down_rows(runnable: Runnable) -> Tensor:
+    """The down output, bf16 ``[rows, output_stride]`` by permuted row, out of BlockMajorK where wide GEMMs made it."""
     down = runnable.arena.read("down")
     if not runnable.wide:
         return down

@@ -1,7 +1,7 @@
 """The typed launches of the kernels that only many tokens need, around the wide GEMMs."""
 
 from . import kernels
-from .arguments import Argument, int32, pointer
+from .arguments import Argument, int32
 from .geometry import WIDE_SHARES, WIDE_SORT_WARPS
 from .kernel import PreparedLaunch
 from .lora_launches import LoraLaunches
@@ -25,11 +25,10 @@ class WideLaunches(LoraLaunches):
 
     def wide_count(self, stream: Stream) -> PreparedLaunch:
         """What each share of the slot rows has of every key."""
-        geometry, slots = self.geometry, self.slots
         return self.kernels.get(kernels.wide_count(), dynamic=True).prepare(
             grid=(WIDE_SHARES, 1, 1),
             block=(32 * WIDE_SORT_WARPS, 1, 1),
-            dynamic_shared_bytes=4 * geometry.keys(slots=slots),
+            dynamic_shared_bytes=4 * self.geometry.keys(slots=self.slots),
             stream=stream,
             arguments={
                 "layer": self.layer,
@@ -81,20 +80,11 @@ class WideLaunches(LoraLaunches):
 
     def wide_gather(self, stream: Stream) -> PreparedLaunch:
         """Hidden states at their places, in BlockMajorK."""
-        geometry = self.geometry
         return self.kernels.get(kernels.wide_gather()).prepare(
             grid=(-(-self.num_tokens // WIDE_GATHER_WARPS), 1, 1),
             block=(WIDE_GATHER_WARPS * 32, 1, 1),
             stream=stream,
-            arguments={
-                "hidden": self.input("hidden_states"),
-                "places": self.buffer("places"),
-                "tokens": self.buffer("tokens"),
-                "choices": int32(geometry.choices),
-                "k_blocks": int32(geometry.hidden_blocks),
-                "padded_rows": int32(self.rows),
-                "num_tokens": int32(self.num_tokens),
-            },
+            arguments={**self.gathering, "num_tokens": int32(self.num_tokens)},
             waits=True,
             holds=True,
             programmatic=True,
@@ -164,7 +154,7 @@ class WideLaunches(LoraLaunches):
                 "layer": self.layer,
                 "places": self.buffer("places"),
                 "topk_weights": self.topk_weights,
-                "shared_weights": self.buffer("shared_weights") if geometry.shared_gated else pointer(0),
+                "shared_weights": self.shared_weights,
                 "down": self.buffer("down"),
                 "out": self.buffer("output"),
                 "top_k": int32(geometry.top_k),

@@ -150,9 +150,7 @@ class AdapterRegistry:
 
     def in_flight(self, name: str) -> int:
         """Requests that hold any version of ``name``."""
-        current = self.find(name)
-        versions = [*self.table.retired, *([] if current is None else [current])]
-        return sum(version.in_flight for version in versions if version.name == name)
+        return self.in_flight_by_name().get(name, 0)
 
     def in_flight_by_name(self) -> dict[str, int]:
         """Requests in flight of each name that is loaded or still held."""

@@ -105,8 +105,7 @@ class WaitingParts:
         for part in next(iter(self._queues.values()), ()):
             if part.alone:
                 return True
-            if part.versions and (not tokens or tokens + part.num_tokens <= self.max_adapted_tokens):
-                limit = min(limit, self.max_adapted_tokens)
+            limit = self._limit_with(part, tokens, limit) or limit
             tokens += part.num_tokens
         return tokens >= limit
 
@@ -142,13 +141,12 @@ class WaitingParts:
         tokens, limit = 0, self.max_batch_tokens
         while queue and tokens < limit:
             part = queue.popleft()
-            most = min(limit, self.max_adapted_tokens) if part.versions else limit
             if _is_over(part, now):
                 over.append(part)
             elif part.alone and (taken or passed):
                 queue.appendleft(part)
                 break
-            elif tokens + part.num_tokens <= most or not (taken or passed):
+            elif most := self._limit_with(part, tokens, limit):
                 self._count(part, -1)
                 taken.append(part)
                 tokens, limit = tokens + part.num_tokens, most
@@ -161,6 +159,11 @@ class WaitingParts:
                     break
         queue.extendleft(reversed(passed))
         return taken
+
+    def _limit_with(self, part: Part, tokens: int, limit: int) -> int | None:
+        """What bounds a batch of ``tokens`` up to ``limit`` once ``part`` is in it; None where that does not fit."""
+        most = min(limit, self.max_adapted_tokens) if part.versions else limit
+        return most if not tokens or tokens + part.num_tokens <= most else None
 
     def _parts(self) -> Iterator[Part]:
         for queue in self._queues.values():

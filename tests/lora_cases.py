@@ -82,3 +82,17 @@ def mixture(spec: LayerSpec, device: str = "cpu") -> list[Adapter | None]:
         scaled(spec, of_rank(spec, 8, 7, device=device), 0.0),
         only(spec, of_rank(spec, 16, 8, device=device), "up", "down"),
     ]
+
+
+def of_every_kind(spec: LayerSpec) -> list[Adapter | None]:
+    """Ranks from 3 to 100, gate unlike up, and one-sided: 20 blocks of ranks and more meet in a tile."""
+    return [
+        uneven(spec, 20, 3),
+        uneven(spec, 0, 24, 40, seed=1),
+        only(spec, of_rank(spec, 24, 2), "gate"),
+        only(spec, of_rank(spec, 11, 3), "down"),
+        ragged(spec, 17, 4),
+        of_rank(spec, 64, 5, shared_outer=True),
+        of_rank(spec, 100, 6),
+        uneven(spec, 3, 72, 1, seed=7),
+    ]

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moelet.layer.adapter import LoraWeights
 from oracle import assert_close_to_truth
-from placed_rows import Placed
+from placed_rows import Placed, assert_rest_is_poison
 
 HALVES = {"gate_up": ("gate", "up"), "down": ("down",)}
 """The two halves of a layer's LoRA and their projections."""
@@ -68,3 +69,23 @@ class Compared:
 
     def check(self) -> None:
         assert_close_to_truth(*(torch.cat(part) for part in zip(*self.parts, strict=True)))
+
+
+def assert_shrunk(case: Placed, half: str, stored: Tensor, act: Tensor) -> None:
+    """``stored``, h of a half ``[rows, projections, ranks]``, is that of every group, and the rest was left alone;
+    ``act`` is what down had."""
+    compared = Compared()
+    live = [
+        max(group.stored_rank for group in pair) for pair in zip(*(groups(case, p) for p in HALVES[half]), strict=True)
+    ]
+    for index, projection in enumerate(HALVES[half]):
+        for group, written in zip(groups(case, projection), live, strict=True):
+            h = stored[group.rows, index]
+            assert h[:, written:].isnan().all(), "ranks that neither projection has are left alone"
+            assert (h[:, group.rank : written] == 0).all(), "those that only the other has are zero"
+            if group.rank:
+                x = act[group.rows] if half == "down" else case.batch.hidden_states[group.tokens]
+                truth = x.double() @ group.a.double().T * group.scaling
+                compared.add(h[:, : group.rank], truth, F.linear(x, group.a) * group.scaling)
+    compared.check()
+    assert_rest_is_poison(stored, grouped_rows(case))

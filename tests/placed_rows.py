@@ -64,12 +64,6 @@ def placed(
     return Placed(layer, batch, runnable, made, Rows(places, tokens_of, experts))
 
 
-def down_rows(runnable: Runnable) -> Tensor:
-    """The down output by permuted row, whichever GEMM made it."""
-    down = runnable.arena.read("down")
-    return blocks_to_rows(down.view(-1, len(down), 64), down.shape[1]) if runnable.wide else down
-
-
 def blocks_to_rows(stored: Tensor, columns: int) -> Tensor:
     return from_block_major_k(stored[None], stored.shape[1], columns, swizzled=True)[0]
 

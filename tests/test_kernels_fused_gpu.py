@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_engines import GPU, Gpu, GpuLayer, exact_sums, gpu, same_bits
-from lora_cases import of_rank, only, ragged, uneven
+from lora_cases import of_every_kind, of_rank
 from lora_groups import grouped_rows, groups
 from moelet.graphs.arena import Arena
 from moelet.graphs.gemm_config import LORA_ENTRIES, RANK_BLOCK
@@ -34,20 +34,6 @@ KEPT_APART = (Plan.SINGLE_STREAM, Plan.TWO_STREAM, Plan.TWO_STREAM_OVERLAP_DOWN)
 
 def spec_of(hidden: int, width: int, experts: int, top_k: int) -> LayerSpec:
     return LayerSpec(index=0, hidden_size=hidden, intermediate_size=width, num_experts=experts, top_k=top_k)
-
-
-def of_every_kind(spec: LayerSpec) -> list[Adapter | None]:
-    """Ranks from 3 to 100, gate unlike up, and one-sided: 20 blocks of ranks and more meet in a tile."""
-    return [
-        uneven(spec, 20, 3),
-        uneven(spec, 0, 24, 40, seed=1),
-        only(spec, of_rank(spec, 24, 2), "gate"),
-        only(spec, of_rank(spec, 11, 3), "down"),
-        ragged(spec, 17, 4),
-        of_rank(spec, 64, 5, shared_outer=True),
-        of_rank(spec, 100, 6),
-        uneven(spec, 3, 72, 1, seed=7),
-    ]
 
 
 def of_one_rank(count: int, rank: int) -> Callable[[LayerSpec], list[Adapter | None]]:

@@ -12,10 +12,11 @@ from torch import Tensor
 from gpu_engines import GPU, Gpu, exact_sums, gpu, same_bits, summed_by_hand
 from moelet.graphs.geometry import token_tile
 from moelet.graphs.program import Plan
+from moelet.graphs.unfinalized import down_rows
 from moelet.layer.layout import block_major_k
 from moelet.layer.spec import LayerSpec
 from oracle import assert_close_to_truth, frobenius_error
-from placed_rows import assert_rest_is_poison, blocks_to_rows, down_rows, placed
+from placed_rows import assert_rest_is_poison, blocks_to_rows, placed
 from random_layers import normal, random_batch
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpu_engines import Gpu, GpuLayer, gpu
 from lora_cases import of_rank, only, ragged, uneven
-from lora_groups import HALVES, Compared, grouped_rows, groups
+from lora_groups import HALVES, Compared, assert_shrunk, grouped_rows, groups
 from moelet.layer.adapter import Adapter
 from moelet.layer.layout import block_major_k
 from moelet.layer.spec import LayerSpec
@@ -49,25 +49,12 @@ def layer(gpu: Gpu) -> GpuLayer:
 @pytest.mark.parametrize(("tokens", "shape"), SIZES)
 @pytest.mark.parametrize("half", HALVES)
 def test_shrink(layer: GpuLayer, half: str, tokens: int, shape: int) -> None:
-    case, compared = placed(layer, tokens, shape, lora=True), Compared()
+    case = placed(layer, tokens, shape, lora=True)
     act = normal(torch.Generator().manual_seed(1), layer.geometry.rows(shape), SPEC.intermediate_size)
     case.runnable.arena.write("act", block_major_k(act[None], row_tile=8, swizzled=True)[0])
     layer.launch(case.runnable, f"lora_shrink of {half}")
     stored = case.runnable.arena.read(f"{half}_h").permute(1, 2, 0, 3).flatten(2)
-    live = [
-        max(group.stored_rank for group in pair) for pair in zip(*(groups(case, p) for p in HALVES[half]), strict=True)
-    ]
-    for index, projection in enumerate(HALVES[half]):
-        for group, written in zip(groups(case, projection), live, strict=True):
-            h = stored[group.rows, index]
-            assert h[:, written:].isnan().all(), "ranks that neither projection has are left alone"
-            assert (h[:, group.rank : written] == 0).all(), "those that only the other has are zero"
-            if group.rank:
-                x = act[group.rows] if half == "down" else case.batch.hidden_states[group.tokens]
-                truth = x.double() @ group.a.double().T * group.scaling
-                compared.add(h[:, : group.rank], truth, F.linear(x, group.a) * group.scaling)
-    compared.check()
-    assert_rest_is_poison(stored, grouped_rows(case))
+    assert_shrunk(case, half, stored, act)
 
 
 @pytest.mark.parametrize(("tokens", "shape"), SIZES)

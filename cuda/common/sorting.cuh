@@ -20,6 +20,17 @@ struct Rows {
     int* warp_sums;   // [32]
 };
 
+// Where the counts lie in a block's shared memory, the keys or what else there is behind them.
+__device__ __forceinline__ void carve(Rows& rows, uint8_t* shared, int num_experts, int buckets) {
+    rows.num_experts = num_experts;
+    rows.buckets = buckets;
+    rows.warp_sums = reinterpret_cast<int*>(shared);
+    rows.counts = rows.warp_sums + 32;
+    rows.starts = rows.counts + rows.num_experts;
+    rows.groups = rows.starts + rows.num_experts;
+    rows.prefix = rows.groups + rows.num_experts;
+}
+
 // Turns the counts into places: padded starts of the experts, and the buckets' offsets within each.
 __device__ __forceinline__ void place_experts(const Rows& rows) {
     const int per_thread = ceil_div(rows.num_experts, blockDim.x);

@@ -30,3 +30,7 @@ __device__ __forceinline__ float round_to_bf16(float x) { return low_half(pack_b
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+
+// A number of tokens that an instruction multiplies, as a type.
+template <int N>
+struct Width {};

@@ -5,9 +5,6 @@
 #include "common/wide_block.cuh"
 #include "common/wide_wgmma.cuh"
 
-template <int N>
-struct Width {};
-
 // Calls `run` with the smallest width that holds `num_rows` tokens.
 template <typename Run>
 __device__ __forceinline__ void with_wide_width(int num_rows, Run run) {

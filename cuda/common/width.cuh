@@ -3,9 +3,6 @@
 
 #include "common/wgmma.cuh"
 
-template <int N>
-struct Width {};
-
 // The lane, read anew: keeps the compiler from holding every width's addresses in registers across tiles.
 __device__ __forceinline__ int volatile_lane() {
     int lane;
