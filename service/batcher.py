@@ -17,6 +17,7 @@ from .errors import UnavailableError
 from .limits import Limits
 from .metrics import Metrics
 from .waiting import WaitingParts
+from .wakefulness import Wakefulness
 from .work import Part, Work
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Batcher:
         self._waiting = WaitingParts(adapters.table, together, min(together, engine.batch_tokens), self._install)
         self._part_tokens = limits.max_batch_tokens or engine.most_tokens
         self._open: dict[Work, None] = {}
+        self._wakefulness = Wakefulness(lambda: self._open)
         self._in_flight = 0
         self._will_form = False
         self._back: deque[Batch] = deque()
@@ -187,6 +189,8 @@ class Batcher:
             for part in parts:
                 part.work.fail(error)
         self._later(partial(self._metrics.batch_ended, batch.times, time.perf_counter()))
+        if len(parts) == 1 and not self._open:  # under load there is no time to sleep
+            self._wakefulness.stay()
 
     def _install(self, version: AdapterVersion) -> None:
         """Have ``version`` put into the slot that it was given."""
