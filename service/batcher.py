@@ -189,8 +189,8 @@ class Batcher:
             for part in parts:
                 part.work.fail(error)
         self._later(partial(self._metrics.batch_ended, batch.times, time.perf_counter()))
-        if len(parts) == 1 and not self._open:  # under load there is no time to sleep
-            self._wakefulness.stay()
+        if len(parts) == 1 and not self._open and self._engine.begins_at_once:
+            self._wakefulness.stay()  # under load nothing sleeps, and an engine that computes here needs the cores
 
     def _install(self, version: AdapterVersion) -> None:
         """Have ``version`` put into the slot that it was given."""

@@ -83,6 +83,11 @@ class EngineThread:
         self._installer = Worker("moelet-slots")
         self._failing = threading.Lock()
 
+    @property
+    def begins_at_once(self) -> bool:
+        """Whether the engine only starts forwards, which are computed elsewhere."""
+        return self._engine.begins_at_once
+
     def submit(self, work: Callable[[Engine], Result]) -> "Future[Result]":
         """Queue ``work`` behind all that was submitted before it."""
         return self._caller.submit(partial(self._run, work))
@@ -93,7 +98,7 @@ class EngineThread:
 
     def begin(self, flight: Flight) -> None:
         """Queue ``flight``; it is finished, or failed, in the end. At most ``depth`` may be neither."""
-        if flight.num_tokens <= SMALL_TOKENS and self._engine.begins_at_once and self._caller.idle:
+        if flight.num_tokens <= SMALL_TOKENS and self.begins_at_once and self._caller.idle:
             self._begin(flight)
         else:
             self._caller.give(partial(self._begin, flight))

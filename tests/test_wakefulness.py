@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fast_requests import asking, unmade
+from moelet.layer.reference import ReferenceEngine
 from moelet.service import wakefulness
 from moelet.service.wakefulness import STAY_S, Wakefulness
 from plain_engine import PlainEngine, PlainService, plain_service, tokens
@@ -18,6 +19,20 @@ from running_service import OpenEngine, running
 def cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is a core for the client, wherever this runs."""
     monkeypatch.setattr(wakefulness, "usable_cores", lambda: 2)
+
+
+class AtOnce(ReferenceEngine):
+    """Begins forwards as a GPU's engine does."""
+
+    begins_at_once = True
+
+
+@pytest.fixture(scope="module")
+def open_engine() -> OpenEngine:
+    """Opens one."""
+    return lambda model, weights, max_loras, max_lora_rank: AtOnce(
+        model, weights, max_loras=max_loras, max_lora_rank=max_lora_rank
+    )
 
 
 class Looks:
@@ -94,19 +109,17 @@ def test_with_one_core_it_belongs_to_the_client(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("begins_at_once", [False, True])
-def test_one_request_is_waited_for_and_many_are_not(
+def test_one_request_is_waited_for_where_the_engine_needs_no_core_and_many_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins_at_once: bool
 ) -> None:
     stays: list[float] = []
     monkeypatch.setattr(Wakefulness, "stay", lambda _self: stays.append(time.monotonic()))
 
     async def check(plain: PlainService) -> None:
-        await plain.forward(tokens(1))
-        assert len(stays) == 1
-        await asyncio.gather(*(plain.forward(tokens(i)) for i in range(4)))
-        assert len(stays) == 1
-        await plain.forward(tokens(1))
-        assert len(stays) == 2
+        for one in (True, False, True):
+            stays.clear()
+            await asyncio.gather(*(plain.forward(tokens(i)) for i in range(1 if one else 4)))
+            assert len(stays) == (one and begins_at_once)
 
     async def checked() -> None:
         async with plain_service(tmp_path, PlainEngine(begins_at_once=begins_at_once)) as plain:
@@ -128,7 +141,7 @@ def test_while_one_request_is_computed_nobody_waits_for_the_next(tmp_path: Path)
         await second
 
     async def checked() -> None:
-        async with plain_service(tmp_path) as plain:
+        async with plain_service(tmp_path, PlainEngine(begins_at_once=True)) as plain:
             await asyncio.wait_for(check(plain), 30)
 
     asyncio.run(checked())
