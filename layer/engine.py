@@ -12,7 +12,7 @@ from .errors import RequestError
 from .spec import LayerSpec, ModelSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class LayerBatch:
     """One forward of one layer over ``T`` tokens, host tensors, contiguous.
 

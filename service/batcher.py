@@ -50,13 +50,13 @@ class Batcher:
         self._waiting = WaitingParts(adapters.table, together, min(together, engine.batch_tokens), self._install)
         self._part_tokens = limits.max_batch_tokens or engine.most_tokens
         self._open: dict[Work, None] = {}
-        self._wakefulness = Wakefulness(lambda: self._open)
         self._in_flight = 0
         self._will_form = False
         self._back: deque[Batch] = deque()
         self._will_sweep = False
         self._delayed: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop
+        self._wakefulness: Wakefulness
         self._thread = 0
         waiting = self._waiting
         metrics.watch_queue(lambda: waiting.requests, lambda: waiting.tokens, lambda: waiting.adapters)
@@ -64,6 +64,7 @@ class Batcher:
     def start(self) -> None:
         """Begin to take work; call on the running event loop."""
         self._loop = asyncio.get_running_loop()
+        self._wakefulness = Wakefulness(self._loop, lambda: self._open)
         self._thread = threading.get_ident()
 
     def check_room(self) -> None:

@@ -61,6 +61,8 @@ class Lifecycle:
 
     def check_admission(self) -> None:
         """Raise ``EngineFailedError`` or ``UnavailableError`` unless new work may come."""
+        if self.started and not self.draining and self.failure is None:
+            return
         if self.failure is not None:
             raise EngineFailedError(f"the engine failed for good and the service must be restarted: {self.failure}")
         if not self.ready:

@@ -10,14 +10,15 @@ STAY_S = 2e-4
 
 
 class Wakefulness:
-    """Has the event loop look for requests without a pause for ``STAY_S`` after ``stay``, or until it is ``busy``.
+    """Has ``loop`` look for requests without a pause for ``STAY_S`` after ``stay``, or until it is ``busy``.
 
     A thread that sleeps finds its core's clock low and its caches cold, and a request that it then answers takes twice
     as long. It stays awake where a second core is there for the client alone, and lets other threads have their turn
-    each time it looks. For the event loop alone.
+    each time it looks. For that loop alone.
     """
 
-    def __init__(self, busy: Callable[[], object]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, busy: Callable[[], object]) -> None:
+        self._loop = loop
         self._busy = busy
         self._awake = False
         self._until = 0.0
@@ -30,13 +31,13 @@ class Wakefulness:
         self._until = time.monotonic() + STAY_S
         if not self._awake:
             self._awake = True
-            asyncio.get_running_loop().call_soon(self._look)
+            self._loop.call_soon(self._look)
 
     def _look(self) -> None:
         if self._busy() or time.monotonic() >= self._until:
             self._awake = False
         else:
-            asyncio.get_running_loop().call_soon(self._look)
+            self._loop.call_soon(self._look)
 
 
 def usable_cores() -> int:

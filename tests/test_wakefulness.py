@@ -61,7 +61,7 @@ async def looks_after(looks: Looks, stay: Wakefulness, seconds: float) -> int:
 def test_it_looks_until_its_time_is_over_and_again_after_the_next_answer() -> None:
     async def check() -> None:
         looks = Looks()
-        awake = Wakefulness(looks)
+        awake = Wakefulness(asyncio.get_running_loop(), looks)
         for _ in range(3):
             assert await looks_after(looks, awake, 100 * STAY_S) > 1
 
@@ -73,7 +73,7 @@ def test_answers_in_a_row_are_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def check() -> None:
         looks = Looks()
-        awake = Wakefulness(looks)
+        awake = Wakefulness(asyncio.get_running_loop(), looks)
         for _ in range(5):
             awake.stay()
         for turns in range(1, 4):
@@ -91,7 +91,7 @@ def test_work_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def check() -> None:
         looks = Looks()
-        awake = Wakefulness(looks)
+        awake = Wakefulness(asyncio.get_running_loop(), looks)
         looks.busy = True
         assert await looks_after(looks, awake, 0.01) == 1
 
@@ -103,7 +103,7 @@ def test_with_one_core_it_belongs_to_the_client(monkeypatch: pytest.MonkeyPatch)
 
     async def check() -> None:
         looks = Looks()
-        assert await looks_after(looks, Wakefulness(looks), 0.01) == 0
+        assert await looks_after(looks, Wakefulness(asyncio.get_running_loop(), looks), 0.01) == 0
 
     asyncio.run(check())
 

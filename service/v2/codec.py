@@ -14,7 +14,7 @@ from ..call import Answer, Call, name_tokens
 from ..json_arrays import expert_ids
 from ..rows import octets_of
 from .header import BINARY_SIZE, OUTPUT, InferRequest
-from .layout import ADAPTER, REMEMBERED, Layout, LayoutReader
+from .layout import ADAPTER, REMEMBERED, Layout, LayoutReader, Place
 from .tensors import DTYPES, read_matrix, read_names
 
 MODEL_VERSION = "1"
@@ -99,15 +99,20 @@ def _as(datatype: str, answer: Answer) -> Tensor:
 
 
 def _batch(layout: Layout, binary: memoryview, spec: LayerSpec) -> LayerBatch:
-    tensors = {
-        name: read_matrix(place.given, binary[place.start : place.stop], spec.num_experts)
-        for name, place in layout.places.items()
-        if name != ADAPTER
-    }
-    hidden, ids = tensors[OUTPUT], tensors.get("topk_ids")
+    def tensor(place: Place) -> Tensor:
+        return read_matrix(place.given, binary[place.start : place.stop], spec.num_experts)
+
+    places = layout.places
+    hidden = tensor(places[OUTPUT])
+    if hidden.dtype != torch.bfloat16:
+        hidden = hidden.to(torch.bfloat16)
+    if not layout.needs_check:  # no other tensor is there
+        return LayerBatch(layer=spec.index, hidden_states=hidden)
+    tensors = {name: tensor(place) for name, place in places.items() if name not in (OUTPUT, ADAPTER)}
+    ids = tensors.get("topk_ids")
     return LayerBatch(
         layer=spec.index,
-        hidden_states=hidden if hidden.dtype == torch.bfloat16 else hidden.to(torch.bfloat16),
+        hidden_states=hidden,
         topk_ids=None if ids is None else _narrow(ids, spec.num_experts),
         topk_weights=tensors.get("topk_weights"),
         router_logits=tensors.get("router_logits"),
