@@ -22,6 +22,7 @@ from moelet.layer.spec import LayerSpec, ModelSpec
 from moelet.service.adapter_roots import AdapterRoots
 from moelet.service.app import create_app
 from moelet.service.engine_thread import EngineThread
+from moelet.service.garbage import search_seldom
 from moelet.service.http_config import http_config
 from moelet.service.service import MoeService
 
@@ -99,6 +100,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 async def serve(app: ASGIApp) -> None:
     """Serve ``app`` under the service's own configuration until standard input ends."""
     config = http_config(app, known=getattr(app, "known", None))
+    search_seldom()
     server = uvicorn.Server(config)
 
     def end_with_input() -> None:

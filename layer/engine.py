@@ -34,7 +34,7 @@ class LayerBatch:
     @property
     def num_tokens(self) -> int:
         """T."""
-        return int(self.hidden_states.shape[0])
+        return self.hidden_states.shape[0]
 
     @property
     def num_bytes(self) -> int:

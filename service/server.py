@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import gc
 import logging
 import os
 import signal
@@ -24,6 +23,7 @@ from rich.console import Console
 from ..layer.errors import ConfigurationError
 from .adapters import AdapterReader
 from .app import create_app
+from .garbage import search_seldom
 from .http_config import http_config
 from .keys import Keys
 from .limits import MIB
@@ -56,8 +56,7 @@ def serve(settings: Settings) -> int:
             refused=metrics.answered,
             ended=metrics.connection_ended,
         )
-        gc.collect()
-        gc.freeze()  # what is loaded stays loaded: looking at it again and again would be felt by requests
+        search_seldom()  # which requests would feel
         listen(listener, config.backlog)
         log.info("serving on %s", address(listener))
         warn_of_openness(listener, settings)

@@ -153,7 +153,7 @@ class DirectInference:
         service = self.service
         try:
             call, request = read_inference(body, self._json_bytes, self._spec, self._read_layout)
-            if call.batch.num_tokens == 0:
+            if (num_tokens := call.batch.num_tokens) == 0:
                 return None
             deadline = Deadline(came + self._timeout_s, self._timeout_s).within(request.timeout)
             answering = _Answering(self, request, came, write, self._sent_id or self._owner.made.new())
@@ -161,7 +161,7 @@ class DirectInference:
         except Exception:  # noqa: BLE001 - it comes again where the application answers, and is told and logged there
             return None
         watch = answering.watch = service.metrics.forward(came)
-        watch.layer, watch.num_tokens = self.label, call.batch.num_tokens
+        watch.layer, watch.num_tokens = self.label, num_tokens
         return answering
 
 
