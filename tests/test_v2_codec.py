@@ -10,7 +10,7 @@ import torch
 
 from moelet.layer.errors import RequestError
 from moelet.service.call import Answer
-from moelet.service.rows import Rows, octets_of
+from moelet.service.rows import COPIED, Rows, octets_of
 from moelet.service.v2.codec import read_inference, write_answer
 from moelet.service.v2.layout import LONGEST_REMEMBERED, remembering
 from moelet.service.work import Part, Work
@@ -134,10 +134,13 @@ def test_answers_are_written_as_asked(binary: bool) -> None:
         assert head["outputs"][0]["data"] == [1.5, None, None, -2]
 
 
-def test_the_bytes_of_a_tensor_are_not_copied() -> None:
-    tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
+@pytest.mark.parametrize("columns", [3, COPIED // 4, COPIED // 4 + 1])
+def test_the_bytes_of_a_tensor_are_its_rows_and_only_few_are_copied(columns: int) -> None:
+    tensor = torch.zeros(2, columns, dtype=torch.bfloat16)
     view = octets_of(tensor)
-    tensor += 1
-    assert bytes(view) == np.ones(6, ml_dtypes.bfloat16).tobytes()
-    assert bytes(octets_of(tensor.t())) == bytes(view)
+    tensor[1] += 1
+    rows = np.array([[0], [1]]).repeat(columns, 1).astype(ml_dtypes.bfloat16)
+    assert bytes(octets_of(tensor)) == rows.tobytes()
+    assert bytes(octets_of(tensor.t())) == rows.T.tobytes()
+    assert bytes(view) == (rows.tobytes() if tensor.nbytes > COPIED else bytes(len(view)))
     assert len(octets_of(tensor[:0])) == len(octets_of(torch.empty(4, 0, dtype=torch.bfloat16).t())) == 0

@@ -198,8 +198,11 @@ class _Answering:
             self._refuse(error)
             return
         described = _described(json_bytes, sum(map(len, pieces)))
-        self._of.service.later(partial(self._end, None, 200, time.monotonic()))
-        self._write(200, b"%b%b: %b\r\n\r\n" % (described, HEADER, self._request_id), pieces)
+        answered = partial(self._end, None, 200, time.monotonic())
+        try:
+            self._write(200, b"%b%b: %b\r\n\r\n" % (described, HEADER, self._request_id), pieces)
+        finally:
+            self._of.service.later(answered)
         del self.work  # and the output with it, as soon as it is sent
 
     def _refuse(self, error: Exception) -> None:
