@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from .known_requests import Answering, KnownRequest, header_lines
+from .known_requests import Answering, Body, KnownRequest, header_lines
 from .protocol import Protocol
 
 HEAD_END = b"\r\n\r\n"
@@ -25,7 +25,7 @@ class FastPathProtocol(Protocol):
     """
 
     _known: KnownRequest | None = None
-    _body: memoryview | None = None
+    _body: Body | None = None
     _begun: Answering | None = None
     _head = b""
     _came = 0.0
@@ -69,14 +69,15 @@ class FastPathProtocol(Protocol):
         if body is None:
             self._hold(data)
             return
+        octets = body.octets
         end = place + len(data)
-        if end < len(body):
-            body[place:end] = data
+        if end < len(octets):
+            octets[place:end] = data
             self._place = end
             self._await_request(True)
             return
-        room = len(body) - place
-        body[place:] = data[:room]
+        room = len(octets) - place
+        octets[place:] = data[:room]
         if len(data) > room:
             self._hold(data[room:])
         self._begin(body)
@@ -89,7 +90,7 @@ class FastPathProtocol(Protocol):
         if len(self._held) > HIGH_WATER_LIMIT:
             self.flow.pause_reading()
 
-    def _begin(self, body: memoryview) -> None:
+    def _begin(self, body: Body) -> None:
         known = self._known
         assert known is not None
         self._await_request(False)
@@ -97,7 +98,7 @@ class FastPathProtocol(Protocol):
         self._begun = known.begin(body, self._came, self._answer)
         if self._begun is None:
             self._known = None
-            super().data_received(self._head + body)
+            super().data_received(self._head + body.octets)
             if self._ends:
                 super().shutdown()
             elif self._held:

@@ -1,7 +1,7 @@
 """What a connection may answer without the application: requests that are known by their head."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 Write = Callable[[int, bytes, Sequence[bytes | memoryview]], None]
 """Takes an answer: its status, its header lines with the empty one behind them, and its body in pieces."""
@@ -14,15 +14,25 @@ class Answering(Protocol):
         """Its client has gone: nothing is to be written."""
 
 
+class Body:
+    """Memory for a request's body: its ``octets``, and what was ``read`` of the last one in it, for who reads it."""
+
+    __slots__ = ("octets", "read")
+
+    def __init__(self, octets: memoryview) -> None:
+        self.octets = octets
+        self.read: Any = None
+
+
 class KnownRequest(Protocol):
     """What is known of a request by its head: ``body_bytes`` follow that, one at least."""
 
     body_bytes: int
 
-    def new_body(self) -> memoryview:
+    def new_body(self) -> Body:
         """Memory for its body."""
 
-    def begin(self, body: memoryview, came: float, write: Write) -> Answering | None:
+    def begin(self, body: Body, came: float, write: Write) -> Answering | None:
         """Have ``write`` called on a later turn of the event loop; None: the application has to answer.
 
         The head ``came`` then, by ``time.monotonic``.

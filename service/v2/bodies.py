@@ -7,8 +7,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from ..compression import expanded
+from ..known_requests import Body
 
 ALIGNMENT = 64
+LARGEST_KEPT = 32768
+KEPT_BYTES = 1 << 18
+"""Bodies of up to so many bytes are used again, and so many bytes of them kept for requests of one head."""
 
 Headers = Mapping[bytes, bytes]
 """The raw headers of a request, names in lower case; of those that came twice the last."""
@@ -32,6 +36,26 @@ def aligned(length: int, head_bytes: int) -> memoryview:
     """Memory for a body of so many bytes, byte ``head_bytes`` of it at a multiple of 16; taken as it is written."""
     lead = -head_bytes % ALIGNMENT
     return np.empty(lead + length, np.uint8).data[lead:]
+
+
+class Bodies:
+    """Memory for bodies of ``length`` bytes, ``head_bytes`` of them before their tensors: that of answered requests
+    first, with what was read of them."""
+
+    def __init__(self, length: int, head_bytes: int) -> None:
+        self._length = length
+        self._head_bytes = head_bytes
+        self._most = KEPT_BYTES // length if length <= LARGEST_KEPT else 0
+        self._spare: list[Body] = []
+
+    def take(self) -> Body:
+        """One that nothing else uses."""
+        return self._spare.pop() if self._spare else Body(aligned(self._length, self._head_bytes))
+
+    def give_back(self, body: Body) -> None:
+        """Nothing will look at ``body`` any more."""
+        if body.read is not None and len(self._spare) < self._most:
+            self._spare.append(body)
 
 
 async def _read(headers: Headers, receive: Receive, head_bytes: int) -> memoryview:

@@ -22,10 +22,15 @@ MODEL_VERSION = "1"
 
 
 class Inference(NamedTuple):
-    """A request that was read: the ``call``, and how its answer is to be written."""
+    """A request that was read: the ``call``, and how its answer is to be written.
+
+    ``repeats``  it is what any request comes to that lies in the same memory with the same JSON: its one tensor is
+                 looked at where it lies, if that is aligned
+    """
 
     call: Call
     request: InferRequest
+    repeats: bool
 
 
 def read_inference(
@@ -47,7 +52,7 @@ def read_inference(
     batch = _batch(layout, binary, spec)
     if layout.needs_check:
         batch.check(spec, max_loras=0)
-    return Inference(Call(batch, *_names(layout, binary)), layout.request)
+    return Inference(Call(batch, *_names(layout, binary)), layout.request, _is_one_view(layout))
 
 
 def write_answer(answer: Answer, request: InferRequest, model: str) -> tuple[list[bytes | memoryview], int | None]:
@@ -117,6 +122,11 @@ def _batch(layout: Layout, binary: memoryview, spec: LayerSpec) -> LayerBatch:
         topk_weights=tensors.get("topk_weights"),
         router_logits=tensors.get("router_logits"),
     )
+
+
+def _is_one_view(layout: Layout) -> bool:
+    given = layout.places[OUTPUT].given
+    return len(layout.places) == 1 and given.datatype == "BF16" and bool(given.size)
 
 
 def _narrow(ids: Tensor, num_experts: int) -> Tensor:

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from typing import cast
 
 import httptools
 from starlette.requests import ClientDisconnect
@@ -18,14 +19,14 @@ from ..compression import WINDOWS
 from ..deadline import Deadline
 from ..errors import response_for
 from ..keys import Keys
-from ..known_requests import Answering, Write, header_lines
+from ..known_requests import Answering, Body, Write, header_lines
 from ..protocol import MAX_HEADERS
 from ..request_id import HEADER, MadeIds, access, log_access, naming, sent_id
 from ..service import MoeService
 from ..watch import ForwardWatch
 from ..work import Work, answer_of
-from .bodies import aligned
-from .codec import MODEL_VERSION, read_inference, write_answer
+from .bodies import Bodies
+from .codec import MODEL_VERSION, Inference, read_inference, write_answer
 from .header import InferRequest, read_header_length
 from .inference import JSON_BYTES, Inferences, content_headers, sent_timeout
 from .layout import LayoutReader
@@ -138,25 +139,26 @@ class DirectInference:
         self._spec = spec
         self._read_layout = read_layout
         self._json_bytes = read_header_length(head.headers.get(JSON_BYTES))
+        self.bodies = Bodies(self.body_bytes, self._json_bytes or 0)
         self._timeout_s = self.service.timeouts.seconds(sent_timeout(head.headers))
         self._sent_id = sent_id(head.listed)
 
-    def new_body(self) -> memoryview:
+    def new_body(self) -> Body:
         """Memory for one body."""
-        return aligned(self.body_bytes, self._json_bytes or 0)
+        return self.bodies.take()
 
-    def begin(self, body: memoryview, came: float, write: Write) -> Answering | None:
+    def begin(self, body: Body, came: float, write: Write) -> Answering | None:
         """Begin to answer the request whose head ``came`` then, by ``time.monotonic``, with ``body`` behind it.
 
         None: nothing was begun, and the application has to answer.
         """
         service = self.service
         try:
-            call, request = read_inference(body, self._json_bytes, self._spec, self._read_layout)
+            call, request, _ = self._read(body)
             if (num_tokens := call.batch.num_tokens) == 0:
                 return None
             deadline = Deadline(came + self._timeout_s, self._timeout_s).within(request.timeout)
-            answering = _Answering(self, request, came, write, self._sent_id or self._owner.made.new())
+            answering = _Answering(self, body, request, came, write, self._sent_id or self._owner.made.new())
             answering.work = service.begin(call, deadline, answering.ended)
         except Exception:  # noqa: BLE001 - it comes again where the application answers, and is told and logged there
             return None
@@ -164,18 +166,30 @@ class DirectInference:
         watch.layer, watch.num_tokens = self.label, num_tokens
         return answering
 
+    def _read(self, body: Body) -> Inference:
+        """What ``body`` asks for: what the last one in the same memory did, where it has the same JSON."""
+        octets, length = body.octets, self._json_bytes
+        if body.read is not None:
+            json, inference = body.read
+            if json == octets[:length]:
+                return cast(Inference, inference)
+        inference = read_inference(octets, length, self._spec, self._read_layout)
+        body.read = (bytes(octets[:length]), inference) if inference.repeats and length is not None else None
+        return inference
+
 
 class _Answering:
     """One request that waits for its answer."""
 
-    __slots__ = ("_came", "_of", "_request", "_request_id", "_write", "watch", "work")
+    __slots__ = ("_body", "_came", "_of", "_request", "_request_id", "_write", "watch", "work")
     watch: ForwardWatch
     work: Work
 
     def __init__(
-        self, of: DirectInference, request: InferRequest, came: float, write: Write, request_id: bytes
+        self, of: DirectInference, body: Body, request: InferRequest, came: float, write: Write, request_id: bytes
     ) -> None:
         self._of = of
+        self._body = body
         self._request = request
         self._came = came
         self._write = write
@@ -204,6 +218,7 @@ class _Answering:
         finally:
             self._of.service.later(answered)
         del self.work  # and the output with it, as soon as it is sent
+        self._of.bodies.give_back(self._body)
 
     def _refuse(self, error: Exception) -> None:
         path = self._of.path
