@@ -1,0 +1,142 @@
+"""Bodies whose memory is used again: what was read of the last one stands for the next only where it is the same."""
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from eventually import eventually
+from fast_requests import BINARY, Pair, asking, infer, paired
+from moelet.service.v2.bodies import KEPT_BYTES, LARGEST_KEPT, Bodies
+from moelet.service.v2.direct import DirectInference
+from raw_http import LAST, answered, connected, until_closed
+from running_service import HIDDEN, OpenEngine, RunningService, hidden_states
+from v2_wire import request
+
+
+@pytest.fixture(scope="module")
+def pair(open_engine: OpenEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Both services over two adapters."""
+    root = tmp_path_factory.mktemp("adapters") / "root"
+    root.mkdir()
+    with paired(open_engine, root) as made:
+        yield made
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each request whether its body was known before it was read."""
+    found: list[bool] = []
+    read = DirectInference._read
+
+    def noted(self: DirectInference, body: object) -> object:
+        before = body.read  # type: ignore[attr-defined]
+        inference = read(self, body)  # type: ignore[arg-type]
+        found.append(before is not None and inference is before[1])
+        return inference
+
+    monkeypatch.setattr(DirectInference, "_read", noted)
+    return found
+
+
+def in_turn(pair: Pair, *sent: bytes) -> list[int]:
+    """The statuses of both to all of ``sent`` on one connection, each behind the last one's answer."""
+
+    def act(service: RunningService) -> bytes:
+        with connected(service) as client:
+            said = b"".join(answered(client, each) for each in sent)
+            client.sendall(LAST)
+            return said + until_closed(client)
+
+    return [status for status, *_ in pair.of_both(act)][: len(sent)]
+
+
+def test_the_next_values_are_read_where_the_last_ones_lay(pair: Pair, reads: list[bool]) -> None:
+    assert in_turn(pair, *(asking(2, b"X-A: 1", seed=seed) for seed in range(5))) == [200] * 5
+    assert reads == [False, True, True, True, True]
+
+
+def test_other_json_of_the_same_length_is_read(pair: Pair, reads: list[bool]) -> None:
+    sent = [asking(2, b"X-A: 2", seed=seed, id=name) for seed, name in enumerate("aabba")]
+    assert in_turn(pair, *sent) == [200] * 5
+    assert reads == [False, True, False, True, False]
+    adapters = [
+        asking(2, b"X-A: 3", parameters={**BINARY["parameters"], "adapter": name}) for name in ("a", "b", "c", "a")
+    ]
+    assert in_turn(pair, *adapters) == [200, 200, 404, 200]
+
+
+def test_what_is_more_than_one_tensor_is_read_each_time(pair: Pair, reads: list[bool]) -> None:
+    names = [infer(*request({"hidden_states": hidden_states(2), "adapter": [name] * 2}, **BINARY)) for name in "aba"]
+    halves = [
+        infer(*request({"hidden_states": hidden_states(2, seed)}, {"hidden_states": "FP16"}, **BINARY))
+        for seed in range(3)
+    ]
+    text = json.dumps(
+        {"inputs": [{"name": "hidden_states", "datatype": "FP32", "shape": [1, HIDDEN], "data": [0.5] * HIDDEN}]}
+    ).encode()
+    assert in_turn(pair, *names, *halves, infer(text, None), infer(text, None)) == [200] * 8
+    assert not any(reads)
+
+
+def test_values_that_are_still_computed_with_are_not_written_over(pair: Pair) -> None:
+    """One client leaves and one is answered too late while the engine has their tensors."""
+
+    def act(service: RunningService) -> bytes:
+        with connected(service) as first:
+            answered(first, asking(2, b"X-A: 4"))  # leaves a body behind
+        with ExitStack() as open_, service.engine.closed():
+            leaves, late = (open_.enter_context(connected(service)) for _ in range(2))
+            leaves.sendall(asking(2, b"X-A: 4", seed=1))
+            assert service.engine.waiting.wait(10)
+            leaves.close()
+            eventually(lambda: service.service.lifecycle.in_flight == 0)
+            late.sendall(asking(2, b"X-A: 5", b"X-Request-Timeout-Ms: 100", seed=2) + LAST)
+            said = until_closed(late)
+            clients = [open_.enter_context(connected(service)) for _ in range(4)]
+            for seed, client in enumerate(clients):
+                client.sendall(asking(2, b"X-A: 4", seed=seed + 3) + LAST)
+            eventually(lambda: service.service.lifecycle.in_flight == len(clients))
+            service.engine.gate.set()
+            return said + b"".join(map(until_closed, clients))
+
+    assert [status for status, *_ in pair.of_both(act)] == [504, 200, *[200, 200] * 4]
+
+
+def test_random_requests_of_many_clients(pair: Pair) -> None:
+    drawn = random.Random(7)
+    sent = [asking(drawn.randint(1, 3), seed=number, id=drawn.choice("ab")) for number in range(120)]
+
+    def act(service: RunningService) -> bytes:
+        with ExitStack() as open_:
+            clients = [open_.enter_context(connected(service)) for _ in range(8)]
+            said = [b""] * len(sent)
+            for start in range(0, len(sent), len(clients)):
+                numbers = range(start, start + len(clients))
+                for number, client in zip(numbers, clients, strict=True):
+                    client.sendall(sent[number])
+                for number, client in zip(numbers, clients, strict=True):
+                    said[number] = answered(client, b"")
+            return b"".join(said)
+
+    assert len(pair.of_both(act)) == len(sent)
+
+
+def test_no_more_is_kept_than_that() -> None:
+    for length, kept in ((LARGEST_KEPT, KEPT_BYTES // LARGEST_KEPT), (LARGEST_KEPT + 1, 0)):
+        bodies = Bodies(length, 7)
+        taken = [bodies.take() for _ in range(KEPT_BYTES // LARGEST_KEPT + 3)]
+        for body in taken:
+            assert len(body.octets) == length
+            assert torch.frombuffer(body.octets[7:], dtype=torch.uint8).data_ptr() % 16 == 0
+            body.read = "something"
+            bodies.give_back(body)
+        again = [bodies.take() for _ in taken]
+        assert sum(body in taken for body in again) == kept
+    unread = Bodies(8, 0)
+    body = unread.take()
+    unread.give_back(body)
+    assert unread.take() is not body
