@@ -8,6 +8,7 @@ from uvicorn.server import ServerState
 
 from moelet.service.fast_path import FastPathProtocol
 from moelet.service.http_config import http_config
+from moelet.service.known_requests import Body
 from moelet.service.protocol import Protocol
 
 
@@ -47,11 +48,11 @@ class Known:
     def find(self, head: bytes) -> "Known | None":
         return self if head == self.HEAD else None
 
-    def new_body(self) -> memoryview:
-        return memoryview(bytearray(2))
+    def new_body(self) -> Body:
+        return Body(memoryview(bytearray(2)))
 
-    def begin(self, body: memoryview, came: float, write: Any) -> "Known":  # noqa: ARG002
-        asyncio.get_running_loop().call_soon(write, 200, b"content-length: 2\r\n\r\n", [body])
+    def begin(self, body: Body, came: float, write: Any) -> "Known":  # noqa: ARG002
+        asyncio.get_running_loop().call_soon(write, 200, b"content-length: 2\r\n\r\n", [body.octets])
         return self
 
     def drop(self) -> None:

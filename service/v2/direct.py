@@ -189,7 +189,7 @@ class _Answering:
         self, of: DirectInference, body: Body, request: InferRequest, came: float, write: Write, request_id: bytes
     ) -> None:
         self._of = of
-        self._body = body
+        self._body = None if body.read is None else body  # else it need not stay while the request waits
         self._request = request
         self._came = came
         self._write = write
@@ -218,7 +218,9 @@ class _Answering:
         finally:
             self._of.service.later(answered)
         del self.work  # and the output with it, as soon as it is sent
-        self._of.bodies.give_back(self._body)
+        if (body := self._body) is not None:
+            self._body = None
+            self._of.bodies.give_back(body)
 
     def _refuse(self, error: Exception) -> None:
         path = self._of.path
