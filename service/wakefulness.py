@@ -13,8 +13,8 @@ class Wakefulness:
     """Has ``loop`` look for requests without a pause for ``STAY_S`` after ``stay``, or until it is ``busy``.
 
     A thread that sleeps finds its core's clock low and its caches cold, and a request that it then answers takes twice
-    as long. It stays awake where a second core is there for the client alone, and lets other threads have their turn
-    each time it looks. For that loop alone.
+    as long. The loop stays awake only where a second core is there for the client, and lets other threads have their
+    turn each time it looks. Used on that loop alone.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, busy: Callable[[], object]) -> None:
