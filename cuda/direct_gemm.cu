@@ -30,6 +30,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     async_copies_wait();
     named_barrier_sync(1, kConsumers);
     consume(memory, [&](Consumer& consumer, int item) {
-        consume_item<EPILOGUE>(consumer, gemm, tile_of(gemm, memory, item), item, MAX_N);
+        const Place place = place_of(gemm, item);
+        consume_item<EPILOGUE>(consumer, gemm, tile_of(gemm, memory, place), place, MAX_N);
     });
 }

@@ -2,23 +2,26 @@
 //
 // Weights stream without a break from the first to the last: those of down do not wait for the activations, only the
 // tokens beside them do, by a count of parts that each expert still lacks. With LORA a team of warps shrinks beside
-// them; of many tokens h of gate and up may be there before, for a shrink alone has the whole bandwidth. With DIRECT,
-// for few tokens, every block makes the tiles from the routing itself and multiplies each by all hidden states, which
-// stay in its shared memory: an expert's tokens are columns of the product, put at their places as the tile is written.
-#define SHRINK_HALVES (DIRECT ? 1 : 2)
-#define SHRINK_UNROLL (DIRECT && MAX_N == 8 ? 4 : 2)
+// them. With DIRECT, for few tokens, every block makes the tiles from the routing itself and multiplies each by all
+// hidden states, which stay in its shared memory: an expert's tokens are columns of the product, put at their places as
+// the tile is written. Of more tokens a warp gathers those of each tile as it goes, by the sort's word; only which
+// tile it begins with every block counts for itself, and has the first of those weights under way while the sort still
+// runs.
+#include "common/first_tile.cuh"
 #include "common/mlp.cuh"
-#if LORA
-#include "common/shrink_team.cuh"
+#if LORA && DIRECT
+#include "common/direct_shrink_team.cuh"
+#elif LORA
+#include "common/sorted_shrink_team.cuh"
 #endif
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     expert_mlp(const LayerArgs* layer, const bf16* hidden_states, const int* topk_ids, const int* token_slots,
-               const uint8_t* tokens, const TokenTile* tiles, const int* num_tiles, const LoraGroup* groups,
-               const int* num_groups, const bf16* gate_up_h, const bf16* down_h, int* ticket, int* pending, void* act,
-               void* down, int top_k, int num_shared, int local_offset, int num_local, int num_slots, int max_tokens,
-               int num_experts, int hidden_blocks, int intermediate_blocks, int output_stride, int rows, int max_rank,
-               int shrink_parts, int shrunk_before) {
+               const int* place_tokens, const TokenTile* tiles, const LoraGroup* groups, const int* num_groups,
+               const bf16* gate_up_h, const bf16* down_h, int* ticket, int* pending, void* act, void* down, int top_k,
+               int num_shared, int local_offset, int num_local, int num_slots, int max_tokens, int num_experts,
+               int hidden_blocks, int intermediate_blocks, int output_stride, int rows, int max_rank, int shrink_parts,
+               int pair_items) {
     extern __shared__ __align__(1024) uint8_t shared[];
     const bool consumes = threadIdx.x < kConsumers;
     const bool shrinks = threadIdx.x >= kThreads - kShrinkThreads;
@@ -31,55 +34,75 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         num_made = memory.direct.make(routing, &layer->num_tokens, max_tokens, num_experts, MAX_N);
     if (consumes) load_hidden<MAX_N, kConsumers>(memory.hidden, hidden_states, hidden_blocks, max_tokens);
 #else
-    const int num_made = *num_tiles;
+    int* counts = reinterpret_cast<int*>(memory.stages);  // the first stage has room for 4096
+    count_tokens<kConsumers>(routing, layer->num_tokens, max_tokens, counts);
 #endif
 
     const int gate_up_tiles = intermediate_blocks * (2 * kBlockK / BLOCK_M);
     const int down_tiles = output_stride / BLOCK_M;
     const int* act_pending = pending;
-    // Whether the kernel before is a shrink, than which tokens are older; see Geometry.team.
-    const bool early = LORA && MAX_N > 32 && shrunk_before;
-    const int* gate_up_h_pending = LORA && !early ? pending + num_experts : nullptr;
+    const int* gate_up_h_pending = LORA ? pending + num_experts : nullptr;
     const int* down_h_pending = LORA ? pending + 2 * num_experts : nullptr;
     Mlp mlp{
-        Gemm{layer, layer->gate_up, DIRECT ? nullptr : tokens, tiles, groups, gate_up_h, nullptr, gate_up_h_pending,
-             ticket, 0, num_experts, hidden_blocks, gate_up_tiles, rows, max_rank, act, intermediate_blocks * kBlockK},
+        Gemm{layer, layer->gate_up, DIRECT ? nullptr : reinterpret_cast<const uint8_t*>(hidden_states), tiles, groups,
+             gate_up_h, nullptr, gate_up_h_pending, ticket, 0, num_experts, hidden_blocks, gate_up_tiles, rows,
+             max_rank, act, intermediate_blocks * kBlockK, DIRECT ? nullptr : place_tokens},
         Gemm{layer, layer->down, static_cast<const uint8_t*>(act), tiles, groups, down_h, act_pending, down_h_pending,
              ticket, 0, num_experts, intermediate_blocks, down_tiles, rows, max_rank, down, output_stride},
-        ticket, 0};
-    mlp.take(num_made);
-    Producer<Mlp> producer{mlp, memory, early};
-    const int opened = threadIdx.x == kConsumers ? producer.open() : 0;
-    __syncthreads();
+        ticket, pair_items, 0};
+    Producer<Mlp> producer{mlp, memory};
+    int opened = 0;
 #if DIRECT
+    mlp.take(num_made);
+    if (threadIdx.x == kConsumers) opened = producer.open();
+    __syncthreads();
     mlp.take(*memory.direct.num_tiles);
     if (consumes) {
         memory.direct.place_rows<kConsumers>(routing, max_tokens);
         async_copies_wait();
     }
     if (consumes || shrinks) named_barrier_sync(kPlacedBarrier, kConsumers + kShrinkThreads);
+#else
+    __shared__ int num_made;
+    if (threadIdx.x / 32 == kConsumers / 32) {
+        const TileCount count(counts, num_experts, MAX_N);
+        mlp.take(count.total);
+        if (threadIdx.x == kConsumers) num_made = count.total;
+        const Place place = place_of(mlp.gate_up, blockIdx.x);
+        const TokenTile tile = count.find(place.tile);
+        async_shared_fence();  // weights take the place of the counts
+        if (threadIdx.x == kConsumers && tile.expert >= 0) opened = producer.open(source_of(mlp.gate_up, tile, place));
+    }
+    grid_dependency_wait();
+    __syncthreads();
+    mlp.take(num_made);
 #endif
-#if LORA
+#if LORA && DIRECT
     __shared__ Partial partial;
     if (shrinks)
-        return ShrinkTeam{
-            mlp, memory, partial, hidden_states, num_groups, routing, max_tokens * routing.choices, shrink_parts}
+        return DirectShrinkTeam{mlp,         memory, partial, hidden_states, routing, max_tokens * routing.choices,
+                                shrink_parts}
             .run();
+#elif LORA
+    __shared__ TeamMemory team;
+    if (shrinks) return SortedShrinkTeam{mlp, team, hidden_states, num_groups}.run();
 #endif
+    if (kGathers && threadIdx.x / 32 == (kThreads - kShrinkThreads) / 32 - 1)
+        return Gatherer{mlp.gate_up, memory}.run();
     if (!consumes) return produce(producer, opened);
-    if (!DIRECT && !early) grid_dependency_wait();
     consume(memory, [&](Consumer& consumer, int item) {
-        if (mlp.is_down(item)) {
-            const int index = item - mlp.gate_up.num_items;
-            const TokenTile tile = tile_of(mlp.down, memory, index);
-            consume_item<EPILOGUE_DOWN>(consumer, mlp.down, tile, index, tile.num_rows);
+        const bool is_down = mlp.is_down(item);
+        const Gemm& gemm = is_down ? mlp.down : mlp.gate_up;
+        const Place place = place_of(gemm, is_down ? item - mlp.gate_up.num_items : item);
+        const TokenTile tile = tile_of(gemm, memory, place);
+        if (is_down) {
+            consume_item<EPILOGUE_DOWN>(consumer, mlp.down, tile, place, tile.num_rows);
         } else {
-            const TokenTile tile = tile_of(mlp.gate_up, memory, item);
-            consume_item<EPILOGUE_ACTIVATION>(consumer, mlp.gate_up, tile, item, DIRECT ? MAX_N : tile.num_rows);
+            consume_item<EPILOGUE_ACTIVATION>(consumer, mlp.gate_up, tile, place, DIRECT ? MAX_N : tile.num_rows);
             if (threadIdx.x == 0) {
                 release_writes();
-                count_down(pending + tile.expert);
-                count_down(pending + 3 * num_experts);
+                count_down(pending + tile.expert, place.row_tiles);
+                count_down(pending + 3 * num_experts, place.row_tiles);
             }
         }
     });

@@ -30,7 +30,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     if (!LORA) grid_dependency_wait();
     consume(memory, [&](Consumer& consumer, int item) {
-        const TokenTile tile = tile_of(gemm, memory, item);
-        consume_item<EPILOGUE>(consumer, gemm, tile, item, tile.num_rows);
+        const Place place = place_of(gemm, item);
+        const TokenTile tile = tile_of(gemm, memory, place);
+        consume_item<EPILOGUE>(consumer, gemm, tile, place, tile.num_rows);
     });
 }

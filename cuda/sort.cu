@@ -8,22 +8,22 @@
 #include "common/sorting.cuh"
 
 constexpr int kThreads = 512;
-constexpr int kGroupRows = 32;  // the twin of GROUP_ROWS in graphs/geometry.py
-constexpr int kTickets = 2;     // of the two grouped GEMMs that follow
+constexpr int kTickets = 2;  // of the two grouped GEMMs that follow
 
 // What an expert MLP counts down to zero: activations, h of gate and up, and h of down, by expert.
 struct Pending {
     int* parts;       // [3, num_experts], and the sum of the first
     int tile_parts;   // row tiles of gate_up
-    int group_parts;  // parts of a shrink of one projection for an adapter group,
-    int row_parts;    // or for each of its rows
+    int group_parts;  // parts of a shrink for an adapter group,
+    int row_parts;    // or for each of its rows and each projection
 
     __device__ __forceinline__ void write(const Rows& rows, int expert, int num_tiles, int num_groups) const {
         parts[expert] = num_tiles * tile_parts;
         const int bare = rows.buckets > 1 ? rows.prefix[expert * rows.buckets + 1] : rows.counts[expert];
-        const int shrunk = num_groups * group_parts + (rows.counts[expert] - bare) * row_parts;
-        parts[rows.num_experts + expert] = 2 * shrunk;
-        parts[2 * rows.num_experts + expert] = shrunk;
+        const int of_groups = num_groups * group_parts;
+        const int of_rows = (rows.counts[expert] - bare) * row_parts;
+        parts[rows.num_experts + expert] = of_groups + 2 * of_rows;
+        parts[2 * rows.num_experts + expert] = of_groups + of_rows;
     }
     __device__ __forceinline__ void write_total(const Rows& rows, int num_tiles) const {
         parts[3 * rows.num_experts] = num_tiles * tile_parts;
@@ -65,10 +65,10 @@ __device__ __forceinline__ int rank_of(const Rows& rows, int row) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    sort(const LayerArgs* layer, const int* topk_ids, const int* token_slots, int* places, int* row_slots,
-         TokenTile* tiles, int* num_tiles, LoraGroup* groups, int* num_groups, int* tickets, int* pending, int top_k,
-         int num_shared, int local_offset, int num_local, int num_slots, int tile_rows, int max_tokens, int tile_parts,
-         int group_parts, int row_parts) {
+    sort(const LayerArgs* layer, const int* topk_ids, const int* token_slots, int* places, int* place_tokens,
+         int* row_slots, TokenTile* tiles, int* num_tiles, LoraGroup* groups, int* num_groups, int* tickets,
+         int* pending, int top_k, int num_shared, int local_offset, int num_local, int num_slots, int tile_rows,
+         int group_rows, int max_tokens, int tile_parts, int group_parts, int row_parts) {
     extern __shared__ __align__(16) uint8_t shared[];
     constexpr int kWarps = kThreads / 32;
     const int lane = threadIdx.x % 32;
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
     Rows rows;
     const int choices = top_k + num_shared;
-    rows.group_rows = kGroupRows;
+    rows.group_rows = group_rows;
     rows.num_rows = layer->num_tokens * choices;
     rows.max_rows = max_tokens * choices;
     carve(rows, shared, num_local + num_shared, num_slots + 1);
@@ -100,6 +100,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         if (row < rows.num_rows && rows.keys[row] != kNoKey) {
             const int key = rows.keys[row];
             place = rows.starts[key / rows.buckets] + rows.prefix[key] + rank_of(rows, row);
+            if (lane == 0) place_tokens[place] = row / choices;
             if (num_slots > 0 && lane == 0) row_slots[place] = key % rows.buckets - 1;
         }
         if (lane == 0) places[row] = place;

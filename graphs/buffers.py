@@ -86,8 +86,9 @@ class InputLayout:
 def plan_buffers(geometry: Geometry, num_tokens: int, *, lora: bool, apart: bool = True) -> ArenaPlan:
     """The buffers of one shape, by name.
 
-    ``input`` is the largest of the input layouts; ``places`` maps slot rows to permuted rows. LoRA's buffers exist
-    only where ``lora`` is set, those of the plans that keep the delta apart only where ``apart`` is too.
+    ``input`` is the largest of the input layouts; ``places`` maps slot rows to permuted rows, ``place_tokens`` those to
+    tokens. LoRA's buffers exist only where ``lora`` is set, those of the plans that keep the delta apart only where
+    ``apart`` is too.
     """
     rows = geometry.rows(num_tokens)
     slot_rows = max(num_tokens * geometry.choices, 1)
@@ -102,6 +103,7 @@ def plan_buffers(geometry: Geometry, num_tokens: int, *, lora: bool, apart: bool
         BufferSpec("routed_ids", (num_tokens, geometry.top_k), word),
         BufferSpec("routed_weights", (num_tokens, geometry.top_k), single),
         BufferSpec("places", (slot_rows,), word),
+        BufferSpec("place_tokens", (rows,), word),
         BufferSpec("tiles", (tiles, 4), word),
         BufferSpec("num_tiles", (1,), word),
         BufferSpec("tickets", (2,), word),
@@ -112,10 +114,7 @@ def plan_buffers(geometry: Geometry, num_tokens: int, *, lora: bool, apart: bool
     ]
     if geometry.wide_tile(num_tokens, lora=lora) is not None:
         keys = geometry.keys(slots=geometry.slots(lora=lora))
-        buffers += [
-            BufferSpec("counts", (WIDE_SHARES, -(-keys // 2)), word),
-            BufferSpec("place_tokens", (rows,), word),
-        ]
+        buffers.append(BufferSpec("counts", (WIDE_SHARES, -(-keys // 2)), word))
     if lora:
         rank = geometry.max_lora_rank
         buffers += [

@@ -7,18 +7,19 @@ from ..layer.layout import BLOCK_K, round_up
 
 RANK_BLOCK = 8
 """Ranks are stored and read in blocks of this."""
+RANK_BLOCKS = 2
+"""Blocks of ranks that one block of a shrink takes."""
 EXCLUSIVE_BYTES = 114 << 10
 """Shared memory that keeps a second GEMM block off an SM: two on one would leave another idle."""
 LORA_ENTRIES = 8
 """Blocks of ranks that one LoRA stage of a GEMM holds."""
 TOKEN_TILES = (8, 16, 32, 64, 128)
 """Tokens that one tile of a grouped GEMM can hold; the kernel is specialised for each."""
-DIRECT_TILES = TOKEN_TILES[:2]
-"""Those for which an expert MLP exists that sorts for itself and holds all hidden states: as many tokens at most."""
 MLP_TILES = TOKEN_TILES[:4]
 """Those for which an expert MLP exists: wider ones leave it too few registers."""
-FEW_TILE = DIRECT_TILES[0]
-"""The one for which there are halved row tiles too."""
+FEW_TILE = TOKEN_TILES[0]
+"""The one for which an expert MLP exists that sorts for itself and holds all hidden states, of as many tokens at most;
+halved row tiles are for it alone."""
 WIDE_PIECE = 64
 """Tokens of a down tile that leave it together."""
 WIDE_TILES = (128, 160, 256)
@@ -55,10 +56,16 @@ class GemmConfig:
         """Blocks that share a token tile."""
         return 2 if self.wide else 1
 
+    @property
+    def rank_blocks(self) -> int:
+        """Blocks of ranks that a shrink of an expert MLP takes at once: one of few tokens, for there are few parts."""
+        return 1 if self.direct else RANK_BLOCKS
+
     def threads(self, *, lora: bool, mlp: bool = False) -> int:
         """Threads of a block: two for each weight row, a producing warp, with ``lora`` one more unless ``wide``, and in
-        an expert ``mlp`` four that shrink."""
-        return 2 * self.block_m + 32 * (1 + (lora and not self.wide)) + (128 if lora and mlp else 0)
+        an expert ``mlp`` one that gathers, unless ``direct``, and with ``lora`` four that shrink."""
+        producers = 1 + (lora and not self.wide) + (mlp and not self.direct)
+        return 2 * self.block_m + 32 * producers + (128 if lora and mlp else 0)
 
     def shared_bytes(self, *, staging: bool, lora_projections: int = 0, direct_for: DirectLayer | None = None) -> int:
         """Dynamic shared memory of a block; ``staging`` where the epilogue makes activations, ``lora_projections``
@@ -77,7 +84,9 @@ class GemmConfig:
             needed += 2 * (fragments + h_blocks * self.max_n * lora_projections * RANK_BLOCK * 2)
         ring_bytes = self.stages * (8 + 8 + 4)
         lora_ring_bytes = 2 * (8 + 8 + 8 + 8 + 4 + 4 + 4 + LORA_ENTRIES * 8)
-        return max(needed + round_up(ring_bytes, 16) + round_up(lora_ring_bytes, 16), EXCLUSIVE_BYTES)
+        announcement_bytes = 2 * (8 + 8 + 4)
+        rings = (ring_bytes, lora_ring_bytes, announcement_bytes)
+        return max(needed + sum(round_up(each, 16) for each in rings), EXCLUSIVE_BYTES)
 
     def _wide_shared_bytes(self, *, staging: bool) -> int:
         stage_bytes = (self.block_m + self.max_n) * BLOCK_K * 2

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from ..layer.layout import BLOCK_K, round_up
 from ..layer.spec import LayerSpec, RoutingSpec
 from .gemm_config import (
-    DIRECT_TILES,
     FEW_TILE,
     MLP_TILES,
     MOST_SHARED_BYTES,
@@ -21,20 +20,18 @@ ROW_TILE = 128
 """Weight rows are padded to this, so that every row tile is whole."""
 ROW_ALIGN = 8
 """An expert's permuted rows are padded to this."""
-GROUP_ROWS = 32
-"""Rows of an adapter group at the most, but for wide GEMMs: blocks share the shrink of one expert's many tokens."""
+GROUP_ROWS, MLP_GROUP_ROWS = 32, 8
+"""Rows of an adapter group at the most, but for wide GEMMs, so that several blocks shrink for one expert;
+where an expert MLP takes them, as many as its warps shrink at once."""
 HALVED_ITEMS, LONE_ITEMS = 64, 128
 """Whole row tiles of gate_up up to which they are halved, and of either product up to which most multiprocessors have
 one at the most."""
 MLP_TOKENS = 256
 """Tokens that an expert MLP takes at the most; more are bound by arithmetic."""
-TEAM_TOKENS, TEAM_RANK = 64, 32
-"""Tokens, and rank of the slots, up to which the warps of an expert MLP keep up with the shrink of gate and up; in
-slots of a higher rank they do so for ``FEW_TILE`` tokens."""
 SHRINK_PARTS = 4
 """Parts that a shrink of an expert MLP has at least where there are as many blocks of ranks."""
 SHRINK_BYTES = 4 << 10
-"""Static shared memory in which the warps that shrink add their sums up."""
+"""Static shared memory in which the warps that shrink beside few tokens add their sums up."""
 DIRECT_ROWS = 256
 """Slot rows that such an MLP can sort."""
 WIDE_ABOVE = 256
@@ -178,25 +175,16 @@ class Geometry:
 
     def direct(self, num_tokens: int, *, lora: bool) -> bool:
         """Whether the first GEMM of ``num_tokens`` tokens, their top-k as sent, needs no sorted copy of them."""
-        if num_tokens > DIRECT_TILES[-1] or num_tokens * self.choices > DIRECT_ROWS:
-            return False
-        if lora and not self.team(num_tokens):
+        if num_tokens > FEW_TILE or num_tokens * self.choices > DIRECT_ROWS:
             return False
         config = self.mlp_config(num_tokens, lora=lora, direct=True)
         needed = config.shared_bytes(staging=True, lora_projections=2 * lora, direct_for=self)
         return needed + (SHRINK_BYTES if lora else 0) <= MOST_SHARED_BYTES
 
-    def team(self, num_tokens: int) -> bool:
-        """Whether h of gate and up of ``num_tokens`` tokens is left to the warps of an expert MLP. If not, a kernel
-        before makes it, which of the expert MLPs only that of the widest tiles can follow early."""
-        return num_tokens <= (TEAM_TOKENS if self.max_lora_rank <= TEAM_RANK else FEW_TILE)
-
     def mlp(self, num_tokens: int, *, lora: bool, direct: bool) -> bool:
         """Whether one kernel has both products. Two, but not the four of ``lora``, take less time where one of the
         products of few tokens has one tile for most multiprocessors and none for the others."""
         tile = token_tile(self, num_tokens)
-        if lora and not self.team(num_tokens) and tile != MLP_TILES[-1]:
-            return False
         items = self._gate_up_items(num_tokens)
         lone = tile == FEW_TILE and items > HALVED_ITEMS and min(items, self._down_items(num_tokens)) <= LONE_ITEMS
         return tile <= MLP_TILES[-1] and num_tokens <= MLP_TOKENS and not (lone and direct and not lora)
@@ -240,9 +228,13 @@ class Geometry:
         return next((tile for tile in WIDE_TILES if tile >= 1.25 * mean_load), WIDE_TILES[-1])
 
     def lora_groups(self, num_tokens: int) -> int:
-        """Adapter groups, of ``GROUP_ROWS`` at the most, that ``num_tokens`` tokens can make at the most."""
+        """Adapter groups that ``num_tokens`` tokens can make at the most."""
         pairs = min(num_tokens * self.choices, self.experts * self.max_loras)
-        return max(pairs + (num_tokens * self.choices - pairs) // GROUP_ROWS, 1)
+        return max(pairs + (num_tokens * self.choices - pairs) // self.group_rows(num_tokens), 1)
+
+    def group_rows(self, num_tokens: int) -> int:
+        """Rows of one of those at the most."""
+        return MLP_GROUP_ROWS if self.mlp(num_tokens, lora=True, direct=False) else GROUP_ROWS
 
 
 def token_tile(geometry: Geometry, num_tokens: int) -> int:

@@ -7,9 +7,9 @@ from ..layer.spec import RoutingMethod
 from .compiler import Specialisation, compile_kernel
 from .cubins import CubinStore
 from .gemm_config import (
-    DIRECT_TILES,
     FEW_TILE,
     MLP_TILES,
+    RANK_BLOCKS,
     TOKEN_TILES,
     WIDE_TILES,
     GemmConfig,
@@ -20,10 +20,6 @@ from .gemm_config import (
 from .kernel import Kernel
 
 EPILOGUE_GATE_UP, EPILOGUE_ACTIVATION, EPILOGUE_DOWN, EPILOGUE_DOWN_FP32, EPILOGUE_BOTH = 0, 1, 2, 3, 4
-RANK_BLOCKS = 2
-"""Blocks of eight ranks that one block of the shrink kernel takes."""
-MLP_RANK_BLOCKS = 1
-"""Those that a shrink of the expert MLP takes at once: it has fewer registers."""
 METHODS = {
     RoutingMethod.SOFTMAX_TOPK: 0,
     RoutingMethod.TOPK_SOFTMAX: 1,
@@ -80,7 +76,7 @@ def grouped_gemm(config: GemmConfig, epilogue: int, *, lora: bool) -> Specialisa
 def expert_mlp(config: GemmConfig, *, lora: bool) -> Specialisation:
     """Both products of the experts in one kernel; ``lora`` where it shrinks and adds the delta too."""
     defines = dict(grouped_gemm(config, EPILOGUE_BOTH, lora=lora).defines) | {"DIRECT": int(config.direct)}
-    return Specialisation("expert_mlp.cu", defines | ({"RANK_BLOCKS": MLP_RANK_BLOCKS} if lora else {}))
+    return Specialisation("expert_mlp.cu", defines | ({"RANK_BLOCKS": config.rank_blocks} if lora else {}))
 
 
 def wide_gemm(config: GemmConfig, epilogue: int, *, lora: bool) -> Specialisation:
@@ -159,7 +155,7 @@ def for_tiles(tiles: Iterable[int], *, lora: bool) -> list[Specialisation]:
 
 def expert_mlps() -> list[Specialisation]:
     """The kernels that hold both products, of sorted tokens and of few tokens as they came."""
-    tiles = [(tile, True) for tile in DIRECT_TILES] + [(tile, False) for tile in MLP_TILES]
+    tiles = [(FEW_TILE, True)] + [(tile, False) for tile in MLP_TILES]
     return [
         expert_mlp(config, lora=adds)
         for adds in (False, True)

@@ -87,6 +87,7 @@ class Launches(MlpLaunches, WideLaunches):
                 "topk_ids": self.topk_ids,
                 "token_slots": self.input("token_slots"),
                 "places": self.buffer("places"),
+                "place_tokens": self.buffer("place_tokens"),
                 "row_slots": self.lora_buffer("row_slots"),
                 "tiles": self.buffer("tiles"),
                 "num_tiles": self.buffer("num_tiles"),
@@ -96,6 +97,7 @@ class Launches(MlpLaunches, WideLaunches):
                 "pending": self.buffer("pending"),
                 **self.routing_sizes,
                 "tile_rows": int32(self.tile),
+                "group_rows": int32(geometry.group_rows(self.num_tokens)),
                 "max_tokens": int32(self.num_tokens),
                 "tile_parts": int32(2 * geometry.intermediate_stride // self.mlp_config.block_m),
                 "group_parts": int32(0 if self.direct else self.shrink_parts),
@@ -104,7 +106,7 @@ class Launches(MlpLaunches, WideLaunches):
             waits=True,
             holds=True,
             reads=self.routing_reads,
-            writes=frozenset({"places", "tiles", "num_tiles", "tickets", "pending"} | lora_writes),
+            writes=frozenset({"places", "place_tokens", "tiles", "num_tiles", "tickets", "pending"} | lora_writes),
         )
 
     def gather(self, stream: Stream) -> PreparedLaunch:

@@ -1,8 +1,9 @@
 """The typed launches of the LoRA kernels, and of the activation that adds a delta which is kept apart."""
 
 from . import kernels
-from .arguments import int32
+from .arguments import Argument, int32
 from .compiler import Specialisation
+from .gemm_config import RANK_BLOCKS
 from .kernel import PreparedLaunch
 from .site import Site
 from .streams import Stream
@@ -21,16 +22,16 @@ class LoraLaunches(Site):
         geometry = self.geometry
         source, target = ("tokens", "gate_up_h") if projections == GATE_UP else ("act", "down_h")
         blocks = geometry.hidden_blocks if projections == GATE_UP else geometry.intermediate_blocks
-        chunks = -(-geometry.max_lora_rank // (8 * kernels.RANK_BLOCKS)) * projections
+        chunks = -(-geometry.max_lora_rank // (8 * RANK_BLOCKS)) * projections
         return self._lora(
             stream,
             kernels.lora_shrink(projections),
             chunks,
-            source,
-            target,
-            "k_steps",
-            2 * blocks,
-            programmatic,
+            {"tokens": self.buffer(source), "h": self.buffer(target)},
+            {"k_steps": int32(2 * blocks)},
+            reads=source,
+            writes=target,
+            programmatic=programmatic,
         )
 
     def lora_expand(self, stream: Stream, projections: int) -> PreparedLaunch:
@@ -39,8 +40,15 @@ class LoraLaunches(Site):
         source, target = ("gate_up_h", "gate_up_delta") if projections == GATE_UP else ("down_h", "down_delta")
         features = geometry.intermediate_stride * 2 if projections == GATE_UP else geometry.output_stride
         row_blocks = features // 16
-        chunks = -(-row_blocks // 16)
-        return self._lora(stream, kernels.lora_expand(projections), chunks, source, target, "row_blocks", row_blocks)
+        return self._lora(
+            stream,
+            kernels.lora_expand(projections),
+            -(-row_blocks // 16),
+            {"h": self.buffer(source), "delta": self.buffer(target)},
+            {"row_blocks": int32(row_blocks)},
+            reads=source,
+            writes=target,
+        )
 
     def activation(self, stream: Stream) -> PreparedLaunch:
         """The activation over raw pairs and the LoRA delta."""
@@ -71,12 +79,14 @@ class LoraLaunches(Site):
         stream: Stream,
         specialisation: Specialisation,
         chunks: int,
-        source: str,
-        target: str,
-        size_name: str,
-        size: int,
+        operands: dict[str, Argument],
+        sizes: dict[str, Argument],
+        *,
+        reads: str,
+        writes: str,
         programmatic: bool = False,
     ) -> PreparedLaunch:
+        """A launch over ``chunks`` parts of every adapter group."""
         geometry = self.geometry
         items = geometry.lora_groups(self.num_tokens) * chunks
         return self.kernels.get(specialisation).prepare(
@@ -87,10 +97,9 @@ class LoraLaunches(Site):
                 "layer": self.layer,
                 "groups": self.buffer("groups"),
                 "num_groups": self.buffer("num_groups"),
-                "source": self.buffer(source),
-                "target": self.buffer(target),
+                **operands,
                 "num_experts": int32(geometry.experts),
-                size_name: int32(size),
+                **sizes,
                 "rows": int32(self.rows),
                 "max_rank": int32(geometry.max_lora_rank),
             },
@@ -98,7 +107,7 @@ class LoraLaunches(Site):
             holds=True,
             programmatic=programmatic,
             early=frozenset({"input", "groups", "num_groups"} if programmatic else ()),
-            reads=frozenset({"input", "groups", "num_groups", source}),
-            writes=frozenset({target}),
-            label=f"{specialisation.kernel} of {'gate_up' if 'gate_up' in target else 'down'}",
+            reads=frozenset({"input", "groups", "num_groups", reads}),
+            writes=frozenset({writes}),
+            label=f"{specialisation.kernel} of {'gate_up' if 'gate_up' in writes else 'down'}",
         )

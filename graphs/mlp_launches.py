@@ -6,6 +6,10 @@ from .kernel import PreparedLaunch
 from .lora_launches import GATE_UP, LoraLaunches
 from .streams import Stream
 
+PAIR_ROUNDS = 3
+"""Items a multiprocessor from which on two row tiles of gate_up are one item, whose tokens are brought once: enough
+that the coarser items leave none idle."""
+
 
 class MlpLaunches(LoraLaunches):
     """The part of ``Launches`` that takes the two GEMMs, and what LoRA has between them, in one."""
@@ -17,14 +21,11 @@ class MlpLaunches(LoraLaunches):
         geometry, config = self.geometry, self.mlp_config
         row_tiles = (2 * geometry.intermediate_stride + geometry.output_stride) // config.block_m
         items = geometry.token_tiles(self.num_tokens, self.tile) * row_tiles
-        sorted_reads = set() if self.direct else {"tokens"}
+        sorted_reads = set() if self.direct else {"tiles", "place_tokens"}
         lora_reads = {"tiles", "groups"} | ({"num_groups"} if sorted_reads else set()) if self.lora else set()
         lora_writes = {"gate_up_h", "down_h"} if self.lora else set()
-        sorted_early = set() if self.direct else {"tiles", "num_tiles"}
         shrunk_early = {"gate_up_h"} if self.direct and self.lora else set()
-        # A shrink before it had the tokens itself, and what the sort made is older still. Only h is new.
-        older = {"tokens", "groups", "num_groups", "tickets", "pending"} if self.shrinks_before else set()
-        shrunk = {"gate_up_h"} if self.shrinks_before else set()
+        routing = self.routing_reads - {"routed_weights"}
         return self.kernels.get(kernels.expert_mlp(config, lora=self.lora), dynamic=True).prepare(
             grid=(min(items, self.sm_count), 1, 1),
             block=(config.threads(lora=self.lora, mlp=True), 1, 1),
@@ -36,11 +37,11 @@ class MlpLaunches(LoraLaunches):
             stream=stream,
             arguments=self._mlp_buffers() | self._mlp_sizes(),
             waits=True,
-            holds=not self.shrinks_before,
+            holds=True,
             programmatic=True,
-            early=frozenset({"input"} | sorted_early | shrunk_early | older),
-            reads=frozenset({"input"} | sorted_early | sorted_reads | lora_reads | shrunk),
-            writes=frozenset({"act", "down", "tickets", "pending"} | lora_writes - shrunk),
+            early=frozenset(routing | shrunk_early),
+            reads=frozenset(routing | sorted_reads | lora_reads),
+            writes=frozenset({"act", "down", "tickets", "pending"} | lora_writes),
         )
 
     def _mlp_buffers(self) -> dict[str, Argument]:
@@ -48,10 +49,11 @@ class MlpLaunches(LoraLaunches):
         null, direct, lora = pointer(0), self.direct, self.lora
         return {
             "layer": self.layer,
-            **(self.direct_input if direct else dict.fromkeys(("hidden_states", "topk_ids", "token_slots"), null)),
-            "tokens": null if direct else self.buffer("tokens"),
+            "hidden_states": self.input("hidden_states"),
+            "topk_ids": self.topk_ids,
+            "token_slots": self.input("token_slots") if direct else null,
+            "place_tokens": null if direct else self.buffer("place_tokens"),
             "tiles": null if direct and not lora else self.buffer("tiles"),
-            "num_tiles": null if direct else self.buffer("num_tiles"),
             "groups": self.lora_buffer("groups"),
             "num_groups": null if direct else self.lora_buffer("num_groups"),
             "gate_up_h": self.lora_buffer("gate_up_h"),
@@ -73,5 +75,5 @@ class MlpLaunches(LoraLaunches):
             "rows": int32(self.rows),
             "max_rank": int32(geometry.max_lora_rank),
             "shrink_parts": int32(self.shrink_parts),
-            "shrunk_before": int32(self.shrinks_before),
+            "pair_items": int32(PAIR_ROUNDS * self.sm_count),
         }

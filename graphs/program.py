@@ -93,10 +93,10 @@ def build_program(
         _wide(build)
         return build.program(Plan.FUSED)
     build.launch(build.make.sort(build.main))
-    direct = launches.direct and (plan is Plan.FUSED or not launches.lora)
-    if not direct:
+    fused = plan is Plan.FUSED or not launches.lora
+    if not (fused and (launches.direct or launches.mlp)):
         build.launch(build.make.gather(build.main))
-    if not launches.lora or plan is Plan.FUSED:
+    if fused:
         _fused(build)
     elif plan is Plan.SINGLE_STREAM:
         _single_stream(build)
@@ -114,13 +114,11 @@ def _route(build: _Builder) -> None:
 
 
 def _fused(build: _Builder) -> None:
-    """One chain of programmatic launches; without LoRA it is the base layer. Few tokens are direct: what
-    reads the weights of gate_up starts with the sort.
+    """One chain of programmatic launches; without LoRA it is the base layer. What reads the weights of gate_up starts
+    with the sort, unless it follows a gather.
     """
     make, main = build.make, build.main
     if make.mlp:
-        if make.shrinks_before:
-            build.launch(make.lora_shrink(main, GATE_UP, programmatic=True))
         build.launch(make.expert_mlp(main))
     else:
         _one_by_one(build)

@@ -50,11 +50,6 @@ class Site:
         return not self.apart and self.geometry.mlp(self.num_tokens, lora=self.lora, direct=self.direct)
 
     @property
-    def shrinks_before(self) -> bool:
-        """Whether that kernel finds h of gate and up made."""
-        return self.lora and self.mlp and not self.geometry.team(self.num_tokens)
-
-    @property
     def direct(self) -> bool:
         """Whether the first GEMM of a fused forward makes its tiles from the input, and so needs no gathered tokens."""
         if self.apart or self.routing is not RoutingInput.TOPK:
@@ -80,7 +75,7 @@ class Site:
 
     @property
     def direct_sizes(self) -> dict[str, Argument]:
-        """The sizes by which a direct kernel sorts for itself."""
+        """The sizes by which a kernel sorts, or counts, for itself."""
         return {**self.routing_sizes, "max_tokens": int32(self.num_tokens)}
 
     @property
@@ -95,10 +90,10 @@ class Site:
 
     @property
     def shrink_parts(self) -> int:
-        """Parts that a group's blocks of ranks are dealt to in that kernel: a few, and more while blocks are idle."""
-        groups = self.slot_rows if self.direct else self.geometry.lora_groups(self.num_tokens)
-        blocks = max(self.geometry.max_lora_rank // RANK_BLOCK, 1)
-        return min(max(self.sm_count // (2 * groups), SHRINK_PARTS), blocks)
+        """Parts that a group's blocks of ranks are dealt to in that kernel: as many as it takes two at once; of few
+        tokens, where rows are no groups, a few, and more while blocks are idle."""
+        chunks = max(-(-self.geometry.max_lora_rank // (RANK_BLOCK * self.mlp_config.rank_blocks)), 1)
+        return min(max(self.sm_count // (2 * self.slot_rows), SHRINK_PARTS), chunks) if self.direct else chunks
 
     @property
     def layer(self) -> Argument:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from moelet.graphs.geometry import GROUP_ROWS, ROW_ALIGN, Geometry
+from moelet.graphs.geometry import ROW_ALIGN, Geometry
 from moelet.layer.layout import round_up
 
 
@@ -23,12 +23,19 @@ class Permutation:
 
 
 def permutation(
-    geometry: Geometry, ids: Sequence[Sequence[int]], slots: Sequence[int] | None, tile: int, *, balanced: bool = False
+    geometry: Geometry,
+    ids: Sequence[Sequence[int]],
+    slots: Sequence[int] | None,
+    tile: int,
+    group_rows: int,
+    *,
+    balanced: bool = False,
 ) -> Permutation:
     """Rows sorted by (expert, slot), those of equal key in their own order, every expert on a multiple of 8 rows.
 
-    ``ids`` are global expert ids of each token's ``top_k`` choices; ``slots`` None: a program without LoRA;
-    ``balanced``: an expert's tiles are of about equal size, and its groups whole, as wide GEMMs have them.
+    ``ids`` are global expert ids of each token's ``top_k`` choices; ``slots`` None: a program without LoRA; groups have
+    ``group_rows`` at the most; ``balanced``: an expert's tiles are of about equal size, and its groups whole, as wide
+    GEMMs have them.
     """
     token_slots = [-1] * len(ids) if slots is None else list(slots)
     rows = [
@@ -46,7 +53,7 @@ def permutation(
         for slot in sorted({slot for slot, _ in mine}):
             count = sum(other == slot for other, _ in mine)
             if slot >= 0:
-                most = max(count, 1) if balanced else GROUP_ROWS
+                most = max(count, 1) if balanced else group_rows
                 parts = range(0, count, most)
                 found.groups += [(expert, slot, first + start, min(most, count - start)) for start in parts]
             first += count

@@ -55,7 +55,8 @@ def placed(
     token_slots = batch.token_slots.tolist() if lora else None
     wide = layer.geometry.wide_tile(shape, lora=lora) if runnable.wide else None
     tile = wide or token_tile(layer.geometry, shape)
-    made = permutation(layer.geometry, batch.topk_ids.tolist(), token_slots, tile, balanced=runnable.wide)
+    ids, group_rows = batch.topk_ids.tolist(), layer.geometry.group_rows(shape)
+    made = permutation(layer.geometry, ids, token_slots, tile, group_rows, balanced=runnable.wide)
     used = [(place, row // layer.geometry.choices) for row, place in enumerate(made.places) if place >= 0]
     places, tokens_of = torch.tensor(used).unbind(1)
     experts = torch.empty_like(places)

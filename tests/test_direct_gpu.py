@@ -59,7 +59,7 @@ def test_the_same_bits_as_sorted(gpu: Gpu, name: str, choose: Callable[[Tensor, 
             direct = layer.runnable(shape, Plan.FUSED, lora=lora, captured=True)
             by_sort = layer.runnable(shape, Plan.FUSED, lora=lora, captured=True, apart=True)
             labels = [launch.label for launch in direct.program.launches]
-            assert ("gather" in labels) == (not layer.geometry.direct(shape, lora=lora))
+            assert "gather" not in labels or not (layer.geometry.direct(shape, lora=lora) or "expert_mlp" in labels)
             layer.poison()
             wanted = layer.forward(by_sort, batch)
             layer.poison()

@@ -66,8 +66,12 @@ def test_rows_are_sorted_stably_and_no_other_is_touched(gpu: Gpu, name: str, lor
         assert batch.topk_ids is not None
         assert batch.token_slots is not None
         slots = batch.token_slots.tolist() if lora else None
-        made = permutation(layer.geometry, batch.topk_ids.tolist(), slots, token_tile(layer.geometry, shape))
+        sizes = token_tile(layer.geometry, shape), layer.geometry.group_rows(shape)
+        made = permutation(layer.geometry, batch.topk_ids.tolist(), slots, *sizes)
         arena = runnable.arena
+        place_tokens = arena.read("place_tokens").tolist()
+        for row, place in enumerate(made.places):
+            assert place < 0 or place_tokens[place] == row // layer.geometry.choices
         padding = [-1] * ((shape - tokens) * layer.geometry.choices)
         assert arena.read("places").tolist() == made.places + padding
         assert_listed(arena, "tiles", [list(tile) for tile in made.tiles])

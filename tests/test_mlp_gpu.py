@@ -8,6 +8,7 @@ import pytest
 
 from decode_cases import SPECS, batch_of, some_adapters
 from gpu_engines import Gpu, gpu, same_bits
+from moelet.graphs import mlp_launches
 from moelet.graphs.buffers import RoutingInput
 from moelet.graphs.program import Plan
 
@@ -18,8 +19,12 @@ REPLAYS = 12
 
 
 @pytest.mark.parametrize("rank", [0, 24, 64], ids=["base", "lora", "lora in slots of rank 64"])
+@pytest.mark.parametrize("pair_rounds", [0, 1 << 20], ids=["pairs of row tiles", "single ones"])
 @pytest.mark.parametrize("name", SPECS)
-def test_the_bits_of_the_products_apart(gpu: Gpu, name: str, rank: int) -> None:
+def test_the_bits_of_the_products_apart(
+    gpu: Gpu, name: str, pair_rounds: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlp_launches, "PAIR_ROUNDS", pair_rounds)
     layer, lora = gpu.layer(SPECS[name], rank=rank or 24), rank > 0
     layer.install(some_adapters(layer.spec))
     for shape, routing in product(SHAPES, RoutingInput):

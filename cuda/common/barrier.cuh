@@ -20,6 +20,10 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier, uint32_t times) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(times) : "memory");
+}
+
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
@@ -62,10 +66,18 @@ __device__ __forceinline__ void async_copy16(void* shared, const void* global, b
                  : "memory");
 }
 
+// Arrives at `barrier` once this thread's 16-byte copies are there.
+__device__ __forceinline__ void async_copies_arrive(uint64_t* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Orders what this thread wrote to shared memory, or acquired of it, before what copy engine and tensor cores do there.
+__device__ __forceinline__ void async_shared_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // Waits for this thread's 16-byte copies and lets the tensor cores see them, once a barrier has followed.
 __device__ __forceinline__ void async_copies_wait() {
     asm volatile("cp.async.wait_all;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    async_shared_fence();
 }
 
 // Orders what this thread wrote to, or acquired of, global memory before bulk copies of it: a fence on either side.
@@ -73,9 +85,9 @@ __device__ __forceinline__ void async_writes_fence() { asm volatile("fence.proxy
 
 // Makes what the block wrote before its last barrier visible to whoever then sees a count go down.
 __device__ __forceinline__ void release_writes() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-// One of the parts that `pending` counts is there.
-__device__ __forceinline__ void count_down(int* pending) {
-    asm volatile("red.relaxed.gpu.global.add.s32 [%0], -1;" ::"l"(pending) : "memory");
+// So many of the parts that `pending` counts are there.
+__device__ __forceinline__ void count_down(int* pending, int parts = 1) {
+    asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(pending), "r"(-parts) : "memory");
 }
 __device__ __forceinline__ bool is_pending(const int* pending) {
     int count;

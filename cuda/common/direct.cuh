@@ -6,6 +6,7 @@
 #include "common/barrier.cuh"
 #include "common/layout.cuh"
 #include "common/routing.cuh"
+#include "common/scan.cuh"
 #include "common/tiles.cuh"
 
 constexpr int kDirectRows = 256;  // slot rows at the most
@@ -82,17 +83,12 @@ struct DirectTiles {
         const int per_lane = ceil_div(num_experts, 32);
         const int first = min(lane * per_lane, num_experts);
         const int last = min(first + per_lane, num_experts);
-        int before = 0;  // tiles in the high half, padded rows in the low half
+        int mine = 0;  // tiles in the high half, padded rows in the low half
         for (int expert = first; expert < last; ++expert)
-            before += ceil_div(counts[expert], tile_rows) << 16 | round_up(counts[expert], kRowAlign);
-        const int mine = before;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int lower = __shfl_up_sync(~0u, before, step);
-            if (lane >= step) before += lower;
-        }
-        const int total = __shfl_sync(~0u, before, 31) >> 16;
-        before -= mine;
+            mine += ceil_div(counts[expert], tile_rows) << 16 | round_up(counts[expert], kRowAlign);
+        const int end = warp_inclusive_scan(mine);
+        const int total = __shfl_sync(~0u, end, 31) >> 16;
+        const int before = end - mine;
         int index = before >> 16;
         int start = before & 0xffff;
         for (int expert = first; expert < last; ++expert) {

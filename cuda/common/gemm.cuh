@@ -13,20 +13,19 @@
 
 #include "common/gemm_consumer.cuh"
 #include "common/gemm_epilogue.cuh"
+#include "common/gemm_gather.cuh"
 #include "common/gemm_lora_producer.cuh"
 #include "common/gemm_producer.cuh"
 
+// One row tile's sum, finished on the way out.
 template <int N, int kEpilogue>
-__device__ __forceinline__ void consume_tile(Consumer& consumer, const Gemm& gemm, const TokenTile& tile,
-                                             int row_tile) {
-    constexpr bool kDown = kEpilogue == EPILOGUE_DOWN || kEpilogue == EPILOGUE_DOWN_FP32;
-    float acc[N / 2];
+__device__ __forceinline__ void finish_tile(Consumer& consumer, float (&acc)[N / 2], const Gemm& gemm,
+                                            const TokenTile& tile, int row_tile) {
     [[maybe_unused]] float delta[LORA ? N / 2 : 1];
-    consumer.multiply<N, DIRECT && !kDown>(acc, gemm.k_blocks);
     const int warp_row = threadIdx.x / 32 * 16;
     if (DIRECT) grid_dependency_wait();
 #if LORA
-    consumer.expand<N, kDown>(delta, tile);
+    consumer.expand<N, kIsDown<kEpilogue>>(delta, tile);
 #endif
     if constexpr (kEpilogue == EPILOGUE_GATE_UP) {
         store_gate_up<N>(acc, gemm, tile, row_tile, warp_row);
@@ -42,7 +41,35 @@ __device__ __forceinline__ void consume_tile(Consumer& consumer, const Gemm& gem
     }
 }
 
-// The threads behind the consumers.
+// Two row tiles of the same tokens, which are brought once.
+template <int N, int kEpilogue>
+__device__ __forceinline__ void consume_pair(Consumer& consumer, const Gemm& gemm, const TokenTile& tile,
+                                             const Place& place) {
+    float acc[2][N / 2];
+    consumer.multiply_pair<N>(acc, gemm.k_blocks);
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+        finish_tile<N, kEpilogue>(consumer, acc[0], gemm, tile, place.row_tile + i);
+#pragma unroll
+        for (int j = 0; j < N / 2; ++j) acc[0][j] = acc[1][j];
+    }
+}
+
+template <int N, int kEpilogue>
+__device__ __forceinline__ void consume_tiles(Consumer& consumer, const Gemm& gemm, const TokenTile& tile,
+                                              const Place& place) {
+    constexpr bool kOfHidden = !kIsDown<kEpilogue>;
+    if constexpr (kGathers && kOfHidden && N <= kPairWidth)
+        if (place.row_tiles == 2) return consume_pair<N, kEpilogue>(consumer, gemm, tile, place);
+#pragma unroll 1
+    for (int i = 0; i < (kGathers && kOfHidden ? place.row_tiles : 1); ++i) {
+        float acc[N / 2];
+        consumer.multiply<N, DIRECT && kOfHidden, kGathers && kOfHidden>(acc, gemm.k_blocks);
+        finish_tile<N, kEpilogue>(consumer, acc, gemm, tile, place.row_tile + i);
+    }
+}
+
+// The threads behind the consumers, less those that gather and that shrink.
 template <typename Work>
 __device__ __forceinline__ void produce(Producer<Work>& producer, int opened) {
     if (threadIdx.x >= kConsumers + 32)
@@ -66,8 +93,7 @@ __device__ __forceinline__ void consume(const Memory& memory, ConsumeItem consum
 
 // One item of one product; `num_columns` tokens take part in it.
 template <int kEpilogue>
-__device__ __forceinline__ void consume_item(Consumer& consumer, const Gemm& gemm, const TokenTile& tile, int item,
-                                             int num_columns) {
-    with_tile_width(num_columns,
-                    [&]<int N>(Width<N>) { consume_tile<N, kEpilogue>(consumer, gemm, tile, item % gemm.row_tiles); });
+__device__ __forceinline__ void consume_item(Consumer& consumer, const Gemm& gemm, const TokenTile& tile,
+                                             const Place& place, int num_columns) {
+    with_tile_width(num_columns, [&]<int N>(Width<N>) { consume_tiles<N, kEpilogue>(consumer, gemm, tile, place); });
 }

@@ -29,7 +29,9 @@ struct Cursor {
 struct Gemm {
     const LayerArgs* layer;
     const uint8_t* weights;  // [experts, k_blocks, row_tiles * BLOCK_M, 64]
-    const uint8_t* tokens;   // [k_blocks, rows, 64]; null where all hidden states are in shared memory
+    // [k_blocks, rows, 64]; with `place_tokens` hidden states [tokens, k_blocks * 64]; null where those are in shared
+    // memory.
+    const uint8_t* tokens;
     const TokenTile* tiles;
     const LoraGroup* groups;
     const bf16* h;  // [R/8, rows, projections, 8]
@@ -45,6 +47,8 @@ struct Gemm {
     int max_rank;
     void* out;
     int out_stride;
+    const int* place_tokens = nullptr;  // [rows] the token of each permuted row, where the ring gathers
+    int item_tiles = 1;                 // row tiles that an item has at the most; more than one only there
 
     __device__ __forceinline__ const int* all_pending() const { return tokens_pending; }
 };

@@ -10,18 +10,26 @@
 static_assert(BLOCK_M == 64 || BLOCK_M == 128, "a row tile is one or two warpgroups");
 static_assert(MAX_N % 8 == 0 && MAX_N <= 128, "a token tile is a multiple of 8 up to 128");
 static_assert(!DIRECT || !LORA || EPILOGUE == EPILOGUE_BOTH, "with adapters few tokens are one kernel's");
-static_assert(!DIRECT || ((EPILOGUE == EPILOGUE_ACTIVATION || EPILOGUE == EPILOGUE_BOTH) && MAX_N <= 16), "few tokens");
+static_assert(!DIRECT || ((EPILOGUE == EPILOGUE_ACTIVATION || EPILOGUE == EPILOGUE_BOTH) && MAX_N == 8), "few tokens");
 static_assert(!LORA || (EPILOGUE != EPILOGUE_GATE_UP && EPILOGUE != EPILOGUE_DOWN_FP32), "those leave LoRA apart");
 
 constexpr bool kBoth = EPILOGUE == EPILOGUE_BOTH;
+constexpr bool kGathers = kBoth && !DIRECT;  // a warp brings tokens of gate_up from where they came
 constexpr int kConsumers = 2 * BLOCK_M;
 [[maybe_unused]] constexpr int kShrinkThreads = LORA && kBoth ? 128 : 0;  // behind the producers
-constexpr int kThreads = kConsumers + 32 + (LORA ? 32 : 0) + kShrinkThreads;
+constexpr int kGatherThreads = kGathers ? 32 : 0;
+constexpr int kThreads = kConsumers + 32 + (LORA ? 32 : 0) + kGatherThreads + kShrinkThreads;
 constexpr int kWeightBytes = BLOCK_M * kBlockBytes;
 constexpr int kTokenBytes = round_up(MAX_N * kBlockBytes, 1024);  // of one K-block
 constexpr int kStageBytes = kWeightBytes + kTokenBytes;
 [[maybe_unused]] constexpr int kTileFeatures = BLOCK_M / 2;  // features of one gate_up tile
+constexpr int kPairWidth =
+    32;  // tokens up to which two row tiles of an item are multiplied side by side; beyond, in turn
+constexpr int kFullArrivals = 1 + kGatherThreads;  // of the thread that brings weights, and of each that gathers
 constexpr int kStagingBytes = EPILOGUE == EPILOGUE_ACTIVATION || kBoth ? kTokenBytes : 0;
+
+template <int kEpilogue>
+constexpr bool kIsDown = kEpilogue == EPILOGUE_DOWN || kEpilogue == EPILOGUE_DOWN_FP32;
 
 // A LoRA stage: up to kEntries fragments-by-eight-ranks of B, and h of kHBlocks blocks of ranks for all tokens.
 template <bool kDown>
@@ -37,9 +45,9 @@ template <int kStages>
 struct Barriers {
     uint64_t full[kStages];
     uint64_t empty[kStages];
-    __device__ __forceinline__ void init() {
+    __device__ __forceinline__ void init(int full_arrivals = 1) {
         for (int i = 0; i < kStages; ++i) {
-            barrier_init(&full[i], 1);
+            barrier_init(&full[i], full_arrivals);
             barrier_init(&empty[i], kConsumers / 32);
         }
     }
@@ -56,11 +64,37 @@ struct Ring {
     Barriers<STAGES> barriers;
     int item[STAGES];  // the item that a stage belongs to; kNoItem ends the work
 };
+// The items that the first producing warp has taken, for another.
+struct Announcements {
+    uint64_t announced[2];
+    uint64_t noted[2];  // by the other
+    int item[2];
+
+    __device__ __forceinline__ void init() {
+        for (int i = 0; i < 2; ++i) {
+            barrier_init(&announced[i], 1);
+            barrier_init(&noted[i], 1);
+        }
+    }
+    __device__ __forceinline__ void tell(Cursor<2>& told, int next) {
+        barrier_wait(&noted[told.stage], told.parity ^ 1);
+        item[told.stage] = next;
+        barrier_arrive(&announced[told.stage]);
+        told.advance();
+    }
+    // A warp asks.
+    __device__ __forceinline__ int hear(Cursor<2>& heard) {
+        barrier_wait(&announced[heard.stage], heard.parity);
+        const int next = item[heard.stage];
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(&noted[heard.stage]);
+        heard.advance();
+        return next;
+    }
+};
 struct LoraRing {
     Barriers<2> barriers;
-    uint64_t announced[2];  // items that the first warp has taken, for the second,
-    uint64_t noted[2];      // which has read them
-    int item[2];
+    Announcements items;
     int num_entries[2];
     int last[2];  // whether this is the tile's last LoRA stage; every tile has one at least
     LoraStageEntry entries[2][kEntries];
@@ -74,11 +108,31 @@ struct Memory {
     bf16* staging;
     Ring& ring;
     LoraRing& lora;
+    Announcements& gathers;
 };
 
-__device__ __forceinline__ TokenTile tile_of(const Gemm& gemm, const Memory& memory, int item) {
-    const int index = item / gemm.row_tiles;
-    return DIRECT ? memory.direct[index] : gemm.tiles[index];
+// What an item is of: a token tile, and one row tile or as many from there.
+struct Place {
+    int tile;
+    int row_tile;
+    int row_tiles;
+};
+
+// Items that a token tile makes.
+__device__ __forceinline__ int items_of_tile(const Gemm& gemm) {
+    return kGathers ? ceil_div(gemm.row_tiles, gemm.item_tiles) : gemm.row_tiles;
+}
+// Whether the tokens of an announced item are gathered.
+__device__ __forceinline__ bool gathers(const Gemm& gemm, int item) {
+    return kGathers && item != kNoItem && item < gemm.num_items;
+}
+__device__ __forceinline__ Place place_of(const Gemm& gemm, int item) {
+    const int items = items_of_tile(gemm);
+    const int first = item % items * (kGathers ? gemm.item_tiles : 1);
+    return Place{item / items, first, kGathers ? min(gemm.item_tiles, gemm.row_tiles - first) : 1};
+}
+__device__ __forceinline__ TokenTile tile_of(const Gemm& gemm, const Memory& memory, const Place& place) {
+    return DIRECT ? memory.direct[place.tile] : gemm.tiles[place.tile];
 }
 
 // Where everything lies in a block's shared memory; the twin of GemmConfig.shared_bytes in graphs/gemm_config.py.
@@ -88,25 +142,25 @@ __device__ __forceinline__ Memory carve(uint8_t* shared, int k_blocks, int num_e
     uint8_t* staging = lora_stages + kLoraStages * kLoraStageBytes;
     uint8_t* ring = staging + kStagingBytes;
     uint8_t* lora_ring = ring + round_up(sizeof(Ring), 16);
-    uint8_t* direct = lora_ring + round_up(sizeof(LoraRing), 16);
+    uint8_t* gathers = lora_ring + round_up(sizeof(LoraRing), 16);
+    uint8_t* direct = gathers + round_up(sizeof(Announcements), 16);
     return Memory{shared,
                   hidden,
                   DirectTiles(direct, num_experts),
                   lora_stages,
                   reinterpret_cast<bf16*>(staging),
                   *reinterpret_cast<Ring*>(ring),
-                  *reinterpret_cast<LoraRing*>(lora_ring)};
+                  *reinterpret_cast<LoraRing*>(lora_ring),
+                  *reinterpret_cast<Announcements*>(gathers)};
 }
 
 // One thread does this; a block-wide barrier must follow.
 __device__ __forceinline__ void init_barriers(const Memory& memory) {
-    memory.ring.barriers.init();
+    memory.ring.barriers.init(kFullArrivals);
     if (LORA) {
         memory.lora.barriers.init();
-        for (int i = 0; i < 2; ++i) {
-            barrier_init(&memory.lora.announced[i], 1);
-            barrier_init(&memory.lora.noted[i], 1);
-        }
+        memory.lora.items.init();
     }
+    if (kGathers) memory.gathers.init();
     barrier_init_fence();
 }

@@ -13,8 +13,9 @@ struct Consumer {
         if (threadIdx.x % 32 == 0) barrier_arrive(empty);
     }
 
-    // The sum of one tile's K-blocks; with `kHidden` the tokens are all hidden states, in shared memory.
-    template <int N, bool kHidden>
+    // The sum of one tile's K-blocks; with `kHidden` the tokens are all hidden states, in shared memory; with
+    // `kGathered` threads have copied them, and the tensor cores have yet to see them.
+    template <int N, bool kHidden, bool kGathered>
     __device__ __forceinline__ void multiply(float (&acc)[N / 2], int k_blocks) {
         Barriers<STAGES>& barriers = memory.ring.barriers;
         const int warpgroup = threadIdx.x / 128;
@@ -23,6 +24,7 @@ struct Consumer {
         for (int i = 0; i < N / 2; ++i) acc[i] = 0.0f;
         for (int block = 0; block < k_blocks; ++block) {
             barrier_wait(&barriers.full[cursor.stage], cursor.parity);
+            if (kGathered) async_shared_fence();
             const uint32_t stage = shared_address(memory.stages) + cursor.stage * kStageBytes;
             const uint64_t a = operand_descriptor(stage + warpgroup * 64 * kBlockBytes);
             const uint64_t b = operand_descriptor(kHidden ? shared_address(memory.hidden) + block * kTokenBytes
@@ -38,6 +40,37 @@ struct Consumer {
         }
         wgmma_wait<0>();
         release(&barriers.empty[previous]);
+    }
+
+    // The sums of two row tiles, whose K-blocks take turns in the ring, by the tokens that come with the first's.
+    template <int N>
+    __device__ __forceinline__ void multiply_pair(float (&acc)[2][N / 2], int k_blocks) {
+        Barriers<STAGES>& barriers = memory.ring.barriers;
+        const int warpgroup = threadIdx.x / 128;
+#pragma unroll
+        for (int i = 0; i < N; ++i) acc[i / (N / 2)][i % (N / 2)] = 0.0f;
+        for (int block = 0; block < k_blocks; ++block) {
+            uint64_t tokens;
+            int first;
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile) {
+                barrier_wait(&barriers.full[cursor.stage], cursor.parity);
+                async_shared_fence();
+                const uint32_t stage = shared_address(memory.stages) + cursor.stage * kStageBytes;
+                if (tile == 0) tokens = operand_descriptor(stage + kWeightBytes);
+                if (tile == 0) first = cursor.stage;
+                const uint64_t weights = operand_descriptor(stage + warpgroup * 64 * kBlockBytes);
+                wgmma_fence();
+#pragma unroll
+                for (int k = 0; k < kBlockK / 16; ++k) Wgmma<N>::multiply(acc[tile], weights + 2 * k, tokens + 2 * k);
+                wgmma_commit();
+                if (tile == 0) cursor.advance();
+            }
+            wgmma_wait<0>();
+            release(&barriers.empty[first]);
+            release(&barriers.empty[cursor.stage]);
+            cursor.advance();
+        }
     }
 
     // The tile's row of each column that this lane reads h of, -1 for none; they are the same unless the

@@ -9,19 +9,10 @@ struct LoraProducer {
     const Work& work;
     const Memory& memory;
     Cursor<2> cursor;
-    Cursor<2> announcement;
+    Cursor<2> heard;
     const uint64_t policy = evict_first_policy();
     const int lane = threadIdx.x % 32;
 
-    __device__ __forceinline__ int next_item() {
-        LoraRing& lora = memory.lora;
-        barrier_wait(&lora.announced[announcement.stage], announcement.parity);
-        const int item = lora.item[announcement.stage];
-        __syncwarp();
-        if (lane == 0) barrier_arrive(&lora.noted[announcement.stage]);
-        announcement.advance();
-        return item;
-    }
     // Entries of one stage: a lane an entry of B, a lane a block of h. None: the tile's end alone.
     template <bool kDown>
     __device__ __forceinline__ void load_stage(const Gemm& gemm, const TokenTile& tile, const GroupSource<kDown>& mine,
@@ -55,21 +46,15 @@ struct LoraProducer {
     }
     // Entries are the (group, block of ranks) pairs whose block lies in one chunk of kHBlocks, numbered group by group.
     template <bool kDown>
-    __device__ __forceinline__ void load_tile(const Gemm& gemm, int item) {
-        const TokenTile tile = gemm.tiles[item / gemm.row_tiles];
-        const int row_tile = item % gemm.row_tiles;
+    __device__ __forceinline__ void load_tile(const Gemm& gemm, const TokenTile& tile, int row_tile) {
         const int num_groups = tile.groups >> 16;
         for (int batch = 0; batch < num_groups; batch += 32) {
-            const GroupSource<kDown> group(gemm, tile, row_tile, batch + lane);
+            GroupSource<kDown> group(gemm, tile, row_tile, batch + lane);
+            group.join();
             const int most = __reduce_max_sync(~0u, group.rank_blocks);
             for (int first = 0; first < most; first += kHBlocks) {
                 const int mine = min(max(group.rank_blocks - first, 0), kHBlocks);
-                int end = mine;
-#pragma unroll
-                for (int step = 1; step < 32; step *= 2) {
-                    const int lower = __shfl_up_sync(~0u, end, step);
-                    if (lane >= step) end += lower;
-                }
+                const int end = warp_inclusive_scan(mine);
                 const int total = __shfl_sync(~0u, end, 31);
                 for (int entry = 0; entry < total; entry += kEntries) {
                     // This lane's entry belongs to the first group that ends beyond it.
@@ -86,13 +71,22 @@ struct LoraProducer {
         }
         if (num_groups == 0) load_stage(gemm, tile, GroupSource<kDown>{}, 0, 0, 0, 0, true);
     }
+    // All row tiles of an item, one after the other.
+    template <bool kDown>
+    __device__ __forceinline__ void load_tiles(const Gemm& gemm, int item) {
+        const Place place = place_of(gemm, item);
+        const TokenTile tile = gemm.tiles[place.tile];
+#pragma unroll 1
+        for (int i = 0; i < place.row_tiles; ++i) load_tile<kDown>(gemm, tile, place.row_tile + i);
+    }
     __device__ __forceinline__ void run() {
         grid_dependency_wait();
-        for (int item = next_item(); item != kNoItem; item = next_item()) load_item(*this, work, item);
+        for (int item = memory.lora.items.hear(heard); item != kNoItem; item = memory.lora.items.hear(heard))
+            load_item(*this, work, item);
     }
 };
 
 template <typename Work>
 __device__ __forceinline__ void load_item(LoraProducer<Work>& producer, const Gemm& gemm, int item) {
-    producer.template load_tile<IS_DOWN>(gemm, item);
+    producer.template load_tiles<IS_DOWN>(gemm, item);
 }

@@ -1,4 +1,4 @@
-// The producing warp of the grouped GEMM that brings weights and tokens, across tiles and across both products.
+// The producing thread of the grouped GEMM, which brings weights and tokens, across tiles and across both products.
 #pragma once
 
 #include "common/gemm_block.cuh"
@@ -10,20 +10,42 @@ struct Source {
     const int* pending;    // what must be zero before `tokens` may be read; null where they are older than the kernel
     int weight_stride;     // bytes from one K-block to the next
     int token_stride;      //
-    uint32_t token_bytes;  // of a K-block; none where all hidden states are in shared memory
+    uint32_t token_bytes;  // of a K-block; none where all hidden states are in shared memory, or are gathered
     int k_blocks;
+    int stages;        // K-blocks of all its row tiles
+    bool interleaved;  // a K-block of two row tiles one after the other, and tokens with the first alone
+
+    // The K-block that stage number `index` holds, and of which row tile.
+    __device__ __forceinline__ int block(int index) const {
+        if (!kGathers) return index;
+        return interleaved ? index / 2 : index - row_tile(index) * k_blocks;
+    }
+    __device__ __forceinline__ int row_tile(int index) const {
+        if (!kGathers) return 0;
+        return interleaved ? index % 2 : index >= k_blocks;
+    }
+    __device__ __forceinline__ bool shares_tokens(int index) const { return kGathers && interleaved && index % 2; }
+    __device__ __forceinline__ int64_t weight_offset(int index) const {
+        return int64_t(block(index)) * weight_stride + row_tile(index) * kWeightBytes;
+    }
 };
 
-__device__ __forceinline__ Source source_of(const Gemm& gemm, const Memory& memory, int item) {
-    const TokenTile tile = tile_of(gemm, memory, item);
-    const int row_tile = item % gemm.row_tiles;
-    return Source{gemm.weights + (int64_t(tile.expert) * gemm.k_blocks * gemm.row_tiles + row_tile) * kWeightBytes,
-                  gemm.tokens + int64_t(tile.first_row) * kBlockBytes,
+__device__ __forceinline__ Source source_of(const Gemm& gemm, const TokenTile& tile, const Place& place) {
+    const bool whole = gemm.tokens && !gemm.place_tokens;
+    const int64_t before = int64_t(tile.expert) * gemm.k_blocks * gemm.row_tiles + place.row_tile;
+    return Source{gemm.weights + before * kWeightBytes,
+                  gemm.tokens + (whole ? int64_t(tile.first_row) * kBlockBytes : 0),
                   gemm.tokens_pending ? gemm.tokens_pending + tile.expert : nullptr,
                   gemm.row_tiles * kWeightBytes,
-                  gemm.rows * kBlockBytes,
-                  gemm.tokens ? uint32_t(round_up(tile.num_rows, kRowAlign) * kBlockBytes) : 0,
-                  gemm.k_blocks};
+                  whole ? gemm.rows * kBlockBytes : kBlockBytes,
+                  whole ? uint32_t(round_up(tile.num_rows, kRowAlign) * kBlockBytes) : 0,
+                  gemm.k_blocks,
+                  gemm.k_blocks * place.row_tiles,
+                  place.row_tiles == 2 && tile.num_rows <= kPairWidth};
+}
+__device__ __forceinline__ Source source_of(const Gemm& gemm, const Memory& memory, int item) {
+    const Place place = place_of(gemm, item);
+    return source_of(gemm, tile_of(gemm, memory, place), place);
 }
 
 // One thread that keeps the ring of K-blocks full. `Work` is a Gemm or several of them under one ticket.
@@ -33,31 +55,39 @@ struct Producer {
     const Memory& memory;
     const bool early = LORA && !kBoth;  // the kernel before is a shrink, which had the tokens itself
     Cursor<STAGES> cursor;
-    Cursor<2> announcement;
+    Cursor<2> told;
+    Cursor<2> told_lora;
     bool all_there = false;  // the tokens of all items
+    bool tells_gatherer = kGathers;
     const uint64_t policy = evict_first_policy();
 
-    __device__ __forceinline__ void load_weights(const Source& source, int item, int block, int stage) {
+    // Of stage number `index` of an item.
+    __device__ __forceinline__ void load_weights(const Source& source, int item, int index, int stage) {
         uint64_t* full = &memory.ring.barriers.full[stage];
         memory.ring.item[stage] = item;
         barrier_expect(full, kWeightBytes + source.token_bytes);
-        bulk_load(memory.stages + stage * kStageBytes, source.weights + int64_t(block) * source.weight_stride,
-                  kWeightBytes, full, policy);
+        bulk_load(memory.stages + stage * kStageBytes, source.weights + source.weight_offset(index), kWeightBytes, full,
+                  policy);
     }
-    __device__ __forceinline__ void load_tokens(const Source& source, int block, int stage) {
-        if (DIRECT && source.token_bytes == 0) return;
+    // The tokens beside them, unless those are gathered; what a stage lacks of the arrivals of those that gather.
+    __device__ __forceinline__ void load_tokens(const Source& source, int index, int stage) {
+        uint64_t* full = &memory.ring.barriers.full[stage];
+        if (source.token_bytes == 0) {
+            if (source.shares_tokens(index)) barrier_arrive(full, kGatherThreads);
+            return;
+        }
         bulk_load(memory.stages + stage * kStageBytes + kWeightBytes,
-                  source.tokens + int64_t(block) * source.token_stride, source.token_bytes,
-                  &memory.ring.barriers.full[stage], policy);
+                  source.tokens + int64_t(source.block(index)) * source.token_stride, source.token_bytes, full, policy);
+        if (kGathers) barrier_arrive(full, kGatherThreads);
     }
     __device__ __forceinline__ void await_empty() {
         barrier_wait(&memory.ring.barriers.empty[cursor.stage], cursor.parity ^ 1);
     }
     __device__ __forceinline__ void load(const Source& source, int item, int first, int last) {
-        for (int block = first; block < last; ++block) {
+        for (int index = first; index < last; ++index) {
             await_empty();
-            load_weights(source, item, block, cursor.stage);
-            load_tokens(source, block, cursor.stage);
+            load_weights(source, item, index, cursor.stage);
+            load_tokens(source, index, cursor.stage);
             cursor.advance();
         }
     }
@@ -68,28 +98,29 @@ struct Producer {
         if (kBoth || DIRECT) grid_dependency_launch();
     }
     // A first ring of weights, which do not depend on the kernels before, is under way while those finish.
+    __device__ __forceinline__ int open(const Source& source) {
+        const int stages = min(STAGES, source.stages);
+        for (int index = 0; index < stages; ++index) load_weights(source, blockIdx.x, index, index);
+        cursor.advance(stages);
+        return stages;
+    }
     __device__ __forceinline__ int open() {
-        const int item = blockIdx.x;
-        if (item >= work.num_items) return 0;
-        const Source source = source_of(work, memory, item);
-        const int blocks = min(STAGES, source.k_blocks);
-        for (int block = 0; block < blocks; ++block) load_weights(source, item, block, block);
-        cursor.advance(blocks);
-        return blocks;
+        return blockIdx.x < work.num_items ? open(source_of(work, memory, blockIdx.x)) : 0;
     }
     // What must be done before the first item goes on like the others.
-    __device__ __forceinline__ int start(const Source& source, int item, int blocks) {
+    __device__ __forceinline__ int start(const Source& source, int item, int opened) {
         if (DIRECT && source.token_bytes == 0) {
             // The tickets are the sort's: by the time that half a tile is under way it has ended.
-            const int half = max(blocks, source.k_blocks / 2);
-            load(source, item, blocks, half);
+            const int half = max(opened, source.stages / 2);
+            load(source, item, opened, half);
             depend();
             return half;
         }
         depend();
+        if (kGathers && source.pending) return begin(source, item, look(source));  // nothing of it was opened
         if (source.pending) await_parts(source.pending);
-        for (int block = 0; block < blocks; ++block) load_tokens(source, block, block);
-        return blocks;
+        for (int index = 0; index < opened; ++index) load_tokens(source, index, index);
+        return opened;
     }
     // A first look, early enough that `begin` need not wait for it, at what an item's tokens lack.
     struct Outlook {
@@ -104,59 +135,57 @@ struct Producer {
     // tokens are there, none are asked for again: an answer takes longer than to issue a block.
     __device__ __forceinline__ int begin(const Source& source, int item, Outlook outlook) {
         if (!kBoth || !source.pending || all_there) return 0;
-        const int most = min(STAGES, source.k_blocks);
+        const int most = min(STAGES, source.stages);
         Cursor<STAGES> behind = cursor;
-        int blocks = 0;
+        int stages = 0;
         while (outlook.item != 0) {
             outlook = look(source);
-            if (blocks == most) continue;
+            if (stages == most) continue;
             await_empty();
-            load_weights(source, item, blocks++, cursor.stage);
+            load_weights(source, item, stages++, cursor.stage);
             cursor.advance();
         }
         all_there = outlook.all == 0;
         await_parts(all_there ? work.all_pending() : source.pending);
-        for (int block = 0; block < blocks; ++block) {
-            load_tokens(source, block, behind.stage);
+        for (int index = 0; index < stages; ++index) {
+            load_tokens(source, index, behind.stage);
             behind.advance();
         }
-        return blocks;
+        return stages;
     }
+    // Tells the other warps which item is next; those that gather, as long as there is something to gather.
     __device__ __forceinline__ void announce(int item) {
-#if LORA
-        barrier_wait(&memory.lora.noted[announcement.stage], announcement.parity ^ 1);
-        memory.lora.item[announcement.stage] = item;
-        barrier_arrive(&memory.lora.announced[announcement.stage]);
-        announcement.advance();
-#endif
+        if (tells_gatherer) memory.gathers.tell(told, item);
+        tells_gatherer = tells_gatherer && gathers(work, item);
+        if (LORA) memory.lora.items.tell(told_lora, item);
     }
-    // All items; `block` is what `open` returned.
-    __device__ __forceinline__ void run(int block) {
+    // All items; of the first, `index` stages were opened.
+    __device__ __forceinline__ void run(int index) {
         int item = blockIdx.x;
         if (item < work.num_items) {
             announce(item);
             Source source = source_of(work, memory, item);
-            block = start(source, item, block);
+            index = start(source, item, index);
             while (true) {
                 // The next ticket and tile are fetched while this tile's blocks are being issued.
                 const int next = gridDim.x + atomicAdd(work.ticket, 1);
-                const int half = max(block, source.k_blocks / 2);
-                load(source, item, block, half);
+                const int half = max(index, source.stages / 2);
+                load(source, item, index, half);
+                announce(next < work.num_items ? next : kNoItem);
                 const Source upcoming = source_of(work, memory, min(next, work.num_items - 1));
                 const Outlook outlook = look(upcoming);
-                load(source, item, half, source.k_blocks);
+                load(source, item, half, source.stages);
                 if (next >= work.num_items) break;
-                announce(next);
                 item = next;
                 source = upcoming;
-                block = begin(source, item, outlook);
+                index = begin(source, item, outlook);
             }
         } else {
             depend();
+            announce(kNoItem);
         }
-        announce(kNoItem);
         await_empty();
         memory.ring.item[cursor.stage] = kNoItem;
-        barrier_arrive(&memory.ring.barriers.full[cursor.stage]);
+        barrier_arrive(&memory.ring.barriers.full[cursor.stage], kFullArrivals);
     }
 };

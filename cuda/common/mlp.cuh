@@ -12,11 +12,13 @@ struct Mlp {
     Gemm gate_up;
     Gemm down;
     int* ticket;
+    int pair_items;  // pairs of row tiles of gate_up from which on they are items
     int num_items;
 
     // The items of `num_tiles` token tiles.
     __device__ __forceinline__ void take(int num_tiles) {
-        gate_up.num_items = num_tiles * gate_up.row_tiles;
+        gate_up.item_tiles = kGathers && num_tiles * ceil_div(gate_up.row_tiles, 2) >= pair_items ? 2 : 1;
+        gate_up.num_items = num_tiles * items_of_tile(gate_up);
         num_items = gate_up.num_items + num_tiles * down.row_tiles;
     }
     // The count of all activations, behind those by expert.
@@ -29,9 +31,11 @@ __device__ __forceinline__ Source source_of(const Mlp& mlp, const Memory& memory
     return source_of(mlp.gate_up, memory, item);
 }
 
+__device__ __forceinline__ bool gathers(const Mlp& mlp, int item) { return gathers(mlp.gate_up, item); }
+
 __device__ __forceinline__ void load_item(LoraProducer<Mlp>& producer, const Mlp& mlp, int item) {
     if (mlp.is_down(item))
-        producer.load_tile<true>(mlp.down, item - mlp.gate_up.num_items);
+        producer.load_tiles<true>(mlp.down, item - mlp.gate_up.num_items);
     else
-        producer.load_tile<false>(mlp.gate_up, item);
+        producer.load_tiles<false>(mlp.gate_up, item);
 }

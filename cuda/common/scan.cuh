@@ -1,19 +1,24 @@
-// Prefix sums over a block.
+// Prefix sums over a warp and over a block.
 #pragma once
 
 #include "common/types.cuh"
+
+// Sum of `value` over the lanes of the warp up to this one.
+__device__ __forceinline__ int warp_inclusive_scan(int value) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int before = __shfl_up_sync(~0u, value, step);
+        if (threadIdx.x % 32 >= step) value += before;
+    }
+    return value;
+}
 
 // Sum of `value` over the threads before this one; `total` gets the sum over all. `warp_sums` holds 32 ints of
 // shared memory; every thread of the block takes part.
 __device__ __forceinline__ int block_exclusive_scan(int value, int* warp_sums, int& total) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
-    int inclusive = value;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const int before = __shfl_up_sync(~0u, inclusive, step);
-        if (lane >= step) inclusive += before;
-    }
+    const int inclusive = warp_inclusive_scan(value);
     if (lane == 31) warp_sums[warp] = inclusive;
     __syncthreads();
     int offset = 0;

@@ -125,12 +125,7 @@ struct WideProducer {
         const int num_groups = tile.groups >> 16;
         for (int batch = 0; batch < num_groups; batch += 32) {
             if (batch > 0) group = Groups(gemm, tile, source.row_tile, batch + lane);
-            int end = group.rank_blocks;
-#pragma unroll
-            for (int step = 1; step < 32; step *= 2) {
-                const int lower = __shfl_up_sync(~0u, end, step);
-                if (lane >= step) end += lower;
-            }
+            const int end = warp_inclusive_scan(group.rank_blocks);
             const int total = __shfl_sync(~0u, end, 31);
             const bool last_batch = batch + 32 >= num_groups;
             for (int entry = 0; entry < total; entry += kLoraBlocks) {

@@ -1,0 +1,73 @@
+// The tile that a block begins with, counted from the routing while the sort still runs.
+#pragma once
+
+#include "common/layout.cuh"
+#include "common/routing.cuh"
+#include "common/scan.cuh"
+#include "common/tiles.cuh"
+
+// The token tiles of all experts, each expert's in turn, as a warp counts them: every lane those of a few experts.
+// Their numbers are those of `write_tiles` in common/sorting.cuh.
+struct TileCount {
+    const int* counts;  // tokens by expert
+    int tile_rows;
+    int first;  // expert of this lane
+    int last;
+    int begin;  // number of its first tile
+    int end;
+    int total;
+
+    __device__ __forceinline__ TileCount(const int* counts, int num_experts, int tile_rows)
+        : counts(counts), tile_rows(tile_rows) {
+        const int lane = threadIdx.x % 32;
+        const int per_lane = ceil_div(num_experts, 32);
+        first = min(lane * per_lane, num_experts);
+        last = min(first + per_lane, num_experts);
+        int mine = 0;
+        for (int expert = first; expert < last; ++expert) mine += tiles_of(expert);
+        end = warp_inclusive_scan(mine);
+        begin = end - mine;
+        total = __shfl_sync(~0u, end, 31);
+    }
+    __device__ __forceinline__ int tiles_of(int expert) const { return ceil_div(counts[expert], tile_rows); }
+    // Tile number `index`: its expert, -1 for none, and how many tokens it has; where they are is not known yet.
+    __device__ __forceinline__ TokenTile find(int index) const {
+        int expert = -1;
+        int num_rows = 0;
+        if (index >= begin && index < end) {
+            int before = begin;
+            for (expert = first; before + tiles_of(expert) <= index; ++expert) before += tiles_of(expert);
+            num_rows = min(counts[expert] - (index - before) * tile_rows, tile_rows);
+        }
+        return TokenTile{__reduce_max_sync(~0u, expert), 0, __reduce_max_sync(~0u, num_rows), 0};
+    }
+};
+
+// Counts the tokens of every expert in shared memory. All threads of the block take part, `kCounting` of them count.
+template <int kCounting>
+__device__ __forceinline__ void count_tokens(const Routing& routing, int num_tokens, int max_tokens, int* counts) {
+    constexpr int kBatch = 8;  // ids in flight a thread
+    const int max_rows = max_tokens * routing.top_k;
+    const int num_shared = routing.choices - routing.top_k;
+    const bool counting = threadIdx.x < kCounting;
+    for (int start = 0; start < max_rows; start += kBatch * kCounting) {
+        int expert[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int row = start + i * kCounting + threadIdx.x;
+            expert[i] = counting && row < max_rows ? __ldg(routing.topk_ids + row) - routing.local_offset : -1;
+        }
+        if (start == 0) {  // the ids are on their way meanwhile
+            for (int i = threadIdx.x; i < routing.num_local + num_shared; i += blockDim.x)
+                counts[i] = i < routing.num_local ? 0 : num_tokens;
+            __syncthreads();
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int row = start + i * kCounting + threadIdx.x;
+            if (row < num_tokens * routing.top_k && expert[i] >= 0 && expert[i] < routing.num_local)
+                atomicAdd(&counts[expert[i]], 1);
+        }
+    }
+    __syncthreads();
+}

@@ -1,0 +1,83 @@
+// The producing warp that brings the tokens of gate_up from where they came, beside the thread that brings weights.
+#pragma once
+
+#include "common/gemm_producer.cuh"
+
+// The tokens of a tile that is gathered: a lane knows those of row `lane` and of every 32nd from there, -1 for none.
+struct GatheredRows {
+    int token[ceil_div(MAX_N, 32)];
+    int num_rows;
+
+    // What the sort wrote while this kernel ran already: by loads that are no `__ldg`.
+    __device__ __forceinline__ void load(const Gemm& gemm, const TokenTile& tile) {
+        const int lane = threadIdx.x % 32;
+        num_rows = tile.num_rows;
+#pragma unroll
+        for (int i = 0; i < ceil_div(MAX_N, 32); ++i) {
+            const int row = 32 * i + lane;
+            token[i] = row < num_rows ? gemm.place_tokens[tile.first_row + row] : -1;
+        }
+    }
+    // Starts bringing one K-block to `target`, swizzled, 16 bytes a lane of four rows at once; `hidden` is that of the
+    // first token.
+    __device__ __forceinline__ void copy(uint8_t* target, const uint8_t* hidden, uint32_t row_bytes) const {
+        const int lane = threadIdx.x % 32;
+        const int chunk = lane % 8 ^ lane / 8;
+        target += lane / 8 * kBlockBytes;
+        hidden += lane % 8 * 16;
+#pragma unroll
+        for (int row = 0; row < MAX_N; row += 4) {
+            if (row >= num_rows) break;
+            const int from = __shfl_sync(~0u, token[row / 32], row % 32 + lane / 8);
+            async_copy16(target + row * kBlockBytes + (chunk ^ row % 8) * 16, hidden + max(from, 0) * row_bytes,
+                         from >= 0);
+        }
+    }
+};
+
+// The warp that gathers the tokens of each announced item of `gemm`, as long as there are any; its lanes go together.
+struct Gatherer {
+    const Gemm& gemm;
+    const Memory& memory;
+    Cursor<STAGES> cursor;
+    Cursor<2> heard;
+
+    __device__ __forceinline__ void copy(const Source& source, const GatheredRows& rows, int first, int last) {
+        for (int index = first; index < last; ++index) {
+            if (!source.shares_tokens(index)) {
+                barrier_wait(&memory.ring.barriers.empty[cursor.stage], cursor.parity ^ 1);
+                rows.copy(memory.stages + cursor.stage * kStageBytes + kWeightBytes,
+                          source.tokens + source.block(index) * kBlockBytes, source.k_blocks * kBlockBytes);
+                async_copies_arrive(&memory.ring.barriers.full[cursor.stage]);
+            }
+            cursor.advance();
+        }
+    }
+    __device__ __forceinline__ void find(Source& source, GatheredRows& rows, int item) const {
+        const Place place = place_of(gemm, item);
+        const TokenTile tile = tile_of(gemm, memory, place);
+        source = source_of(gemm, tile, place);
+        rows.load(gemm, tile);
+    }
+    __device__ __forceinline__ void run() {
+        int item = memory.gathers.hear(heard);
+        if (!gathers(gemm, item)) return;
+        Source source;
+        GatheredRows rows;
+        find(source, rows, item);
+        while (true) {
+            // By the time that most of an item is under way the next one has been announced.
+            const int most = source.stages * 3 / 4;
+            copy(source, rows, 0, most);
+            item = memory.gathers.hear(heard);
+            Source upcoming;
+            GatheredRows upcoming_rows;
+            if (gathers(gemm, item)) find(upcoming, upcoming_rows, item);
+            copy(source, rows, most, source.stages);
+            if (!gathers(gemm, item)) break;
+            source = upcoming;
+            rows = upcoming_rows;
+        }
+        async_copies_wait();
+    }
+};
