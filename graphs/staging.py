@@ -32,23 +32,31 @@ def routing_input(batch: LayerBatch) -> RoutingInput:
 class Arrival:
     """A forward that was put on a stream: ``result`` waits for its output. ``enter`` lets its thread use the device.
 
-    ``under_way`` until its output is taken, and with it the memory it arrived in is free.
+    ``finish`` makes the output, of memory that is ``kept`` for it or of a copy. ``under_way`` until it is taken, and with
+    it the memory it arrived in is free.
     """
 
-    __slots__ = ("_done", "_enter", "_finish", "under_way")
+    __slots__ = ("_done", "_enter", "_finish", "_kept", "under_way")
 
-    def __init__(self, done: Event, finish: Callable[[], Tensor], enter: Callable[[], None] | None) -> None:
+    def __init__(
+        self, done: Event, finish: Callable[[], Tensor], enter: Callable[[], None] | None, *, kept: bool
+    ) -> None:
         self._done = done
         self._finish = finish
         self._enter = enter
+        self._kept = kept
         self.under_way = True
 
     def result(self) -> Tensor:
         """The output, bf16 ``[num_tokens, H]`` on the host; call once, from any thread."""
         if self._enter is not None:
             self._enter()
-        self._done.synchronize()
-        output = self._finish()
+        if self._kept:  # only the memory is looked at, and the GPU still computes
+            output = self._finish()
+            self._done.synchronize()
+        else:
+            self._done.synchronize()
+            output = self._finish()
         self.under_way = False
         return output
 
@@ -153,7 +161,7 @@ class Staging:
         else:
             copy_to_host(target, arena.pointer("output"), num_bytes, stream)
         done.record(stream)
-        self._latest = Arrival(done, finish, self._enter)
+        self._latest = Arrival(done, finish, self._enter, kept=block is not None)
         return self._latest
 
     def _copied(self, source: int, num_tokens: int) -> Tensor:

@@ -153,10 +153,13 @@ struct Producer {
         }
         return stages;
     }
-    // Tells the other warps which item is next; those that gather, as long as there is something to gather.
+    // Tells those that gather which item is next, as long as there is something to gather: early, for they look it up.
     __device__ __forceinline__ void announce(int item) {
         if (tells_gatherer) memory.gathers.tell(told, item);
         tells_gatherer = tells_gatherer && gathers(work, item);
+    }
+    // Tells the adapters' warp, which may be waiting for h, as late as it can.
+    __device__ __forceinline__ void announce_lora(int item) {
         if (LORA) memory.lora.items.tell(told_lora, item);
     }
     // All items; of the first, `index` stages were opened.
@@ -164,6 +167,7 @@ struct Producer {
         int item = blockIdx.x;
         if (item < work.num_items) {
             announce(item);
+            announce_lora(item);
             Source source = source_of(work, memory, item);
             index = start(source, item, index);
             while (true) {
@@ -177,6 +181,7 @@ struct Producer {
                 load(source, item, half, source.stages);
                 if (next >= work.num_items) break;
                 item = next;
+                announce_lora(item);
                 source = upcoming;
                 index = begin(source, item, outlook);
             }
@@ -184,6 +189,7 @@ struct Producer {
             depend();
             announce(kNoItem);
         }
+        announce_lora(kNoItem);
         await_empty();
         memory.ring.item[cursor.stage] = kNoItem;
         barrier_arrive(&memory.ring.barriers.full[cursor.stage], kFullArrivals);
