@@ -32,8 +32,8 @@ def routing_input(batch: LayerBatch) -> RoutingInput:
 class Arrival:
     """A forward that was put on a stream: ``result`` waits for its output. ``enter`` lets its thread use the device.
 
-    ``finish`` makes the output, of memory that is ``kept`` for it or of a copy. ``under_way`` until it is taken, and with
-    it the memory it arrived in is free.
+    ``finish`` makes the output, of memory that is ``kept`` for it or of a copy. ``under_way`` until it is taken, and
+    with it the memory it arrived in is free.
     """
 
     __slots__ = ("_done", "_enter", "_finish", "_kept", "under_way")

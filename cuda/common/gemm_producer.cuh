@@ -153,13 +153,10 @@ struct Producer {
         }
         return stages;
     }
-    // Tells those that gather which item is next, as long as there is something to gather: early, for they look it up.
+    // Tells the other warps which item is next; those that gather, as long as there is something to gather.
     __device__ __forceinline__ void announce(int item) {
         if (tells_gatherer) memory.gathers.tell(told, item);
         tells_gatherer = tells_gatherer && gathers(work, item);
-    }
-    // Tells the adapters' warp, which may be waiting for h, as late as it can.
-    __device__ __forceinline__ void announce_lora(int item) {
         if (LORA) memory.lora.items.tell(told_lora, item);
     }
     // All items; of the first, `index` stages were opened.
@@ -167,7 +164,6 @@ struct Producer {
         int item = blockIdx.x;
         if (item < work.num_items) {
             announce(item);
-            announce_lora(item);
             Source source = source_of(work, memory, item);
             index = start(source, item, index);
             while (true) {
@@ -175,21 +171,23 @@ struct Producer {
                 const int next = gridDim.x + atomicAdd(work.ticket, 1);
                 const int half = max(index, source.stages / 2);
                 load(source, item, index, half);
-                announce(next < work.num_items ? next : kNoItem);
+                // Those that gather look an item up, and are told early. Without them the adapters' warp is told late:
+                // it may be waiting for h, and would keep this thread from its weights.
+                if (kGathers) announce(next < work.num_items ? next : kNoItem);
                 const Source upcoming = source_of(work, memory, min(next, work.num_items - 1));
                 const Outlook outlook = look(upcoming);
                 load(source, item, half, source.stages);
                 if (next >= work.num_items) break;
                 item = next;
-                announce_lora(item);
+                if (!kGathers) announce(item);
                 source = upcoming;
                 index = begin(source, item, outlook);
             }
         } else {
             depend();
-            announce(kNoItem);
+            if (kGathers) announce(kNoItem);
         }
-        announce_lora(kNoItem);
+        if (!kGathers) announce(kNoItem);
         await_empty();
         memory.ring.item[cursor.stage] = kNoItem;
         barrier_arrive(&memory.ring.barriers.full[cursor.stage], kFullArrivals);
