@@ -108,7 +108,7 @@ struct Memory {
     bf16* staging;
     Ring& ring;
     LoraRing& lora;
-    Announcements& gathers;
+    Announcements& gather_items;
 };
 
 // What an item is of: a token tile, and one row tile or as many from there.
@@ -123,7 +123,7 @@ __device__ __forceinline__ int items_of_tile(const Gemm& gemm) {
     return kGathers ? ceil_div(gemm.row_tiles, gemm.item_tiles) : gemm.row_tiles;
 }
 // Whether the tokens of an announced item are gathered.
-__device__ __forceinline__ bool gathers(const Gemm& gemm, int item) {
+__device__ __forceinline__ bool is_gathered(const Gemm& gemm, int item) {
     return kGathers && item != kNoItem && item < gemm.num_items;
 }
 __device__ __forceinline__ Place place_of(const Gemm& gemm, int item) {
@@ -142,8 +142,8 @@ __device__ __forceinline__ Memory carve(uint8_t* shared, int k_blocks, int num_e
     uint8_t* staging = lora_stages + kLoraStages * kLoraStageBytes;
     uint8_t* ring = staging + kStagingBytes;
     uint8_t* lora_ring = ring + round_up(sizeof(Ring), 16);
-    uint8_t* gathers = lora_ring + round_up(sizeof(LoraRing), 16);
-    uint8_t* direct = gathers + round_up(sizeof(Announcements), 16);
+    uint8_t* gather_items = lora_ring + round_up(sizeof(LoraRing), 16);
+    uint8_t* direct = gather_items + round_up(sizeof(Announcements), 16);
     return Memory{shared,
                   hidden,
                   DirectTiles(direct, num_experts),
@@ -151,7 +151,7 @@ __device__ __forceinline__ Memory carve(uint8_t* shared, int k_blocks, int num_e
                   reinterpret_cast<bf16*>(staging),
                   *reinterpret_cast<Ring*>(ring),
                   *reinterpret_cast<LoraRing*>(lora_ring),
-                  *reinterpret_cast<Announcements*>(gathers)};
+                  *reinterpret_cast<Announcements*>(gather_items)};
 }
 
 // One thread does this; a block-wide barrier must follow.
@@ -161,6 +161,6 @@ __device__ __forceinline__ void init_barriers(const Memory& memory) {
         memory.lora.barriers.init();
         memory.lora.items.init();
     }
-    if (kGathers) memory.gathers.init();
+    if (kGathers) memory.gather_items.init();
     barrier_init_fence();
 }

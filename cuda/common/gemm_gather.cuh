@@ -60,8 +60,8 @@ struct Gatherer {
         rows.load(gemm, tile);
     }
     __device__ __forceinline__ void run() {
-        int item = memory.gathers.hear(heard);
-        if (!gathers(gemm, item)) return;
+        int item = memory.gather_items.hear(heard);
+        if (!is_gathered(gemm, item)) return;
         Source source;
         GatheredRows rows;
         find(source, rows, item);
@@ -69,12 +69,12 @@ struct Gatherer {
             // By the time that most of an item is under way the next one has been announced.
             const int most = source.stages * 3 / 4;
             copy(source, rows, 0, most);
-            item = memory.gathers.hear(heard);
+            item = memory.gather_items.hear(heard);
             Source upcoming;
             GatheredRows upcoming_rows;
-            if (gathers(gemm, item)) find(upcoming, upcoming_rows, item);
+            if (is_gathered(gemm, item)) find(upcoming, upcoming_rows, item);
             copy(source, rows, most, source.stages);
-            if (!gathers(gemm, item)) break;
+            if (!is_gathered(gemm, item)) break;
             source = upcoming;
             rows = upcoming_rows;
         }

@@ -155,8 +155,8 @@ struct Producer {
     }
     // Tells the other warps which item is next; those that gather, as long as there is something to gather.
     __device__ __forceinline__ void announce(int item) {
-        if (tells_gatherer) memory.gathers.tell(told, item);
-        tells_gatherer = tells_gatherer && gathers(work, item);
+        if (tells_gatherer) memory.gather_items.tell(told, item);
+        tells_gatherer = tells_gatherer && is_gathered(work, item);
         if (LORA) memory.lora.items.tell(told_lora, item);
     }
     // All items; of the first, `index` stages were opened.

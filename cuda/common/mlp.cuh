@@ -31,7 +31,7 @@ __device__ __forceinline__ Source source_of(const Mlp& mlp, const Memory& memory
     return source_of(mlp.gate_up, memory, item);
 }
 
-__device__ __forceinline__ bool gathers(const Mlp& mlp, int item) { return gathers(mlp.gate_up, item); }
+__device__ __forceinline__ bool is_gathered(const Mlp& mlp, int item) { return is_gathered(mlp.gate_up, item); }
 
 __device__ __forceinline__ void load_item(LoraProducer<Mlp>& producer, const Mlp& mlp, int item) {
     if (mlp.is_down(item))
