@@ -7,7 +7,6 @@ import math
 import mmap
 import os
 import traceback
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +19,7 @@ from ..graphs.packed import PackedAdapter
 from ..layer import errors
 from ..layer.adapter import Adapter, AdapterFacts, AdapterLayout, KeptAdapter, LayerAdapter, LoraWeights
 from ..layer.layout import round_up
+from .unmapping import Unmapping
 
 ALIGNMENT = 64
 _PARTS = ("a", "b", "scaling", "ranks")
@@ -32,7 +32,6 @@ _ERRORS: Mapping[str, type[Exception]] = {
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def pack(content: KeptAdapter | Exception) -> tuple[int, int]:
@@ -55,14 +54,14 @@ def pack(content: KeptAdapter | Exception) -> tuple[int, int]:
     return file, tensors.end
 
 
-def unpack(file: int, end: int, path: Path) -> KeptAdapter:
+def unpack(file: int, end: int, path: Path, unmapping: Unmapping) -> KeptAdapter:
     """The adapter that ``pack`` put into ``file``, whose tensors stay mapped while they live; closes ``file``.
 
     Its ``path`` is that given. Raises the error that was packed, and ``MemoryError``.
     """
     try:
         told = json.loads(os.pread(file, os.fstat(file).st_size - end, end))
-        memory = _map(file, end) if end else None
+        memory = _map(file, end, unmapping) if end else None
     finally:
         os.close(file)
     if "error" in told:
@@ -166,12 +165,12 @@ def _write(file: int, offset: int, content: memoryview) -> None:
         done += os.pwrite(file, content[done : done + (1 << 30)], offset + done)
 
 
-def _map(file: int, size: int) -> Any:
+def _map(file: int, size: int, unmapping: Unmapping) -> Any:
     """The first ``size`` bytes of ``file``, until nothing refers to them; unlike ``mmap`` it keeps no descriptor."""
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, file, 0)
     if address == ctypes.c_void_p(-1).value:
         raise MemoryError(f"an adapter of {size} bytes cannot be mapped: {os.strerror(ctypes.get_errno())}")
     memory = (ctypes.c_uint8 * size).from_address(address)
-    weakref.finalize(memory, _libc.munmap, address, size).atexit = False
+    unmapping.watch(memory, address, size)
     return memory

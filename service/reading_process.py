@@ -19,6 +19,7 @@ import torch
 from ..layer.adapter import KeptAdapter
 from . import parcels
 from .adapters import AdapterReader
+from .unmapping import Unmapping
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class ReadingProcess:
         self._ways = ways
         self._asked = 0
         self._gone = False
+        self._unmapping = Unmapping()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         service = os.getpid()
         with theirs:
@@ -85,7 +87,7 @@ class ReadingProcess:
                 raise MemoryError(reason) if answer == _killed(signal.SIGKILL) else RuntimeError(reason)
             number, end = map(int, answer.split())
             if number == self._asked:
-                return parcels.unpack(files[0], end, folder)
+                return parcels.unpack(files[0], end, folder, self._unmapping)
             os.close(files[0])  # its reader died before it took that up, and its successor did
 
     def _forget_deaths(self) -> None:
@@ -98,6 +100,7 @@ class ReadingProcess:
         """End the process, if it is there still."""
         if not self._gone:
             self._gone = True
+            self._unmapping.close()
             self._socket.close()
             with suppress(ChildProcessError):  # where who started us has the kernel forget our children
                 os.waitpid(self.pid, 0)

@@ -132,7 +132,7 @@ def test_loads_leave_no_descriptor_and_no_mapping(reading: ReadingProcess, folde
     assert descriptors() == held
     assert mappings() > 0
     del adapters
-    assert mappings() == 0
+    eventually(lambda: mappings() == 0)
 
 
 def test_errors_are_those_of_reading_here(reading: ReadingProcess, folder: Path, tmp_path: Path) -> None:
