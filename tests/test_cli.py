@@ -14,8 +14,9 @@ import pytest
 
 import moelet
 from moelet.layer.demo import DemoPaths, write_demo
+from moelet.layer.errors import ConfigurationError
 from moelet.service.cli import main
-from moelet.service.server import bound
+from moelet.service.listener import bound
 from moelet.service.settings import Settings
 
 SOURCES = str(Path(moelet.__file__).parent.parent)
@@ -181,7 +182,7 @@ def test_a_unix_socket_in_use_is_left_alone(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_the_unix_socket_of_a_later_process_is_left_alone(tmp_path: Path) -> None:
-    """One that is still loading cannot be told from one that is gone, so that another may take its place."""
+    """Of another program, say, that asks for no lock."""
     settings = Settings.read(demo=True, uds=tmp_path / "socket")
     with bound(settings), socket.socket(socket.AF_UNIX) as later:
         (tmp_path / "socket").unlink()
@@ -191,6 +192,31 @@ def test_the_unix_socket_of_a_later_process_is_left_alone(tmp_path: Path) -> Non
     with bound(settings):
         assert (tmp_path / "socket").is_socket()
     assert not (tmp_path / "socket").exists()
+
+
+def test_a_unix_socket_is_one_process_s_from_before_it_loads(tmp_path: Path) -> None:
+    settings = Settings.read(demo=True, uds=tmp_path / "socket")
+    with bound(settings):
+        first = (tmp_path / "socket").lstat()
+        with pytest.raises(ConfigurationError, match="socket: another process does, or is about to"), bound(settings):
+            pass
+        assert (tmp_path / "socket").lstat().st_ino == first.st_ino
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_a_killed_process_left_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "socket.lock").touch()
+    with bound(Settings.read(demo=True, uds=tmp_path / "socket")):
+        assert (tmp_path / "socket").is_socket()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_is_no_link_to_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "socket.lock").symlink_to(tmp_path / "elsewhere")
+    settings = Settings.read(demo=True, uds=tmp_path / "socket")
+    with pytest.raises(ConfigurationError, match="cannot listen on --uds"), bound(settings):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_demo_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
