@@ -32,31 +32,41 @@ def routing_input(batch: LayerBatch) -> RoutingInput:
 class Arrival:
     """A forward that was put on a stream: ``result`` waits for its output. ``enter`` lets its thread use the device.
 
-    ``finish`` makes the output, of memory that is ``kept`` for it or of a copy. ``under_way`` until it is taken, and
-    with it the memory it arrived in is free.
+    ``finish`` makes the output, of a copy or, where there is a place for those that are ``lost``, of memory kept for
+    it. One is lost that was waited for in vain: it may be written at any time, and its memory is not used again.
+    ``under_way`` until it is taken, and with it the memory it arrived in is free.
     """
 
-    __slots__ = ("_done", "_enter", "_finish", "_kept", "under_way")
+    __slots__ = ("_done", "_enter", "_finish", "_lost", "under_way")
 
     def __init__(
-        self, done: Event, finish: Callable[[], Tensor], enter: Callable[[], None] | None, *, kept: bool
+        self,
+        done: Event,
+        finish: Callable[[], Tensor],
+        enter: Callable[[], None] | None,
+        *,
+        lost: list[Tensor] | None,
     ) -> None:
         self._done = done
         self._finish = finish
         self._enter = enter
-        self._kept = kept
+        self._lost = lost
         self.under_way = True
 
     def result(self) -> Tensor:
         """The output, bf16 ``[num_tokens, H]`` on the host; call once, from any thread."""
         if self._enter is not None:
             self._enter()
-        if self._kept:  # only the memory is looked at, and the GPU still computes
-            output = self._finish()
+        if self._lost is None:
             self._done.synchronize()
+            output = self._finish()
         else:
-            self._done.synchronize()
-            output = self._finish()
+            output = self._finish()  # only the memory is looked at, and the GPU still computes
+            try:
+                self._done.synchronize()
+            except BaseException:
+                self._lost.append(output)
+                raise
         self.under_way = False
         return output
 
@@ -92,6 +102,7 @@ class Staging:
         row_bytes = geometry.output_stride * 2
         keeps = kept_tokens > 0 and geometry.output_stride == geometry.hidden_size  # rows as they are asked for
         self._kept = OutputBlocks(self.kept_blocks if keeps else 0, max(kept_tokens, 1) * row_bytes)
+        self._lost: list[Tensor] = []
         self._detour: Detour | None = None
         if streams is not None:
             crossing = max(InputLayout(geometry, kept_tokens, routing).total_bytes for routing in RoutingInput)
@@ -161,7 +172,7 @@ class Staging:
         else:
             copy_to_host(target, arena.pointer("output"), num_bytes, stream)
         done.record(stream)
-        self._latest = Arrival(done, finish, self._enter, kept=block is not None)
+        self._latest = Arrival(done, finish, self._enter, lost=None if block is None else self._lost)
         return self._latest
 
     def _copied(self, source: int, num_tokens: int) -> Tensor:

@@ -169,6 +169,7 @@ class Batcher:
             self._go_on(batch)
         finally:
             self._answer(batch)
+            batch.error = None  # its traceback holds the batch
 
     def _go_on(self, batch: Batch) -> None:
         parts, error = batch.parts, batch.error

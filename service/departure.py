@@ -59,6 +59,7 @@ class Departures:
             del self._clients[client]
             if client.watcher is not None:
                 client.watcher.cancel()
+                client.watcher = None  # its end holds a traceback, and that the client
 
     def _look(self) -> None:
         for client in self._clients:

@@ -156,12 +156,13 @@ class EngineThread:
             flight.fail(error)
 
     def _install(self, slot: int, adapter: KeptAdapter, ended: Callable[[Exception | None, float], None]) -> None:
-        started, failed = time.perf_counter(), None
+        started = time.perf_counter()
         try:
             self._run(lambda engine: engine.install_adapter(slot, adapter))
-        except Exception as error:  # noqa: BLE001 - it is whose adapter it is
-            failed = error
-        ended(failed, time.perf_counter() - started)
+        except Exception as error:  # noqa: BLE001 - it is whose adapter it is, and no variable's behind this
+            ended(error, time.perf_counter() - started)
+        else:
+            ended(None, time.perf_counter() - started)
 
     def _run(self, work: Callable[[Engine], Result]) -> Result:
         if self.failure is not None:

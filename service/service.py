@@ -155,6 +155,7 @@ class MoeService:
             return await future
         finally:
             self.drop(work)
+            del future  # it holds an error, and the error's traceback this frame
 
     def _of_no_tokens(self, call: Call, deadline: Deadline) -> Answer:
         with self.lifecycle.admit():

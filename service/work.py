@@ -28,7 +28,7 @@ class Work:
     ``deadline``   when it is given up
     ``over``       whether it has ended, or nobody waits for it any more
     ``output``     its rows, once they are computed
-    ``error``      why there is none
+    ``error``      why there is none, until that was told
     ``waiting``    how many of its parts wait for the engine
 
     ``ended`` is called once it has an output or an error, on the event loop: at once with an output, and with an error,
@@ -127,12 +127,12 @@ class Work:
 
     def _tell(self) -> None:
         ended, self._ended = self._ended, None
-        if ended is None:
-            return
         try:
-            ended(self)
+            if ended is not None:
+                ended(self)
         except Exception:  # others of the batch are answered in the same turn of the loop
             log.exception("what waited for a forward could not take its end")
+        self.error = None  # its traceback may hold this
 
 
 def answer_of(work: Work) -> Answer:

@@ -2,18 +2,21 @@
 
 import json
 import random
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
 
 from eventually import eventually
 from fast_requests import BINARY, Pair, asking, infer, paired
-from moelet.service.v2.bodies import KEPT_BYTES, LARGEST_KEPT, Bodies
+from moelet.service.v2.bodies import KEPT_BYTES, LARGEST_KEPT, LONGEST_READ, READING_BYTES, Bodies
 from moelet.service.v2.direct import DirectInference
+from moelet.service.v2.layout import read_layout
 from raw_http import LAST, answered, connected, until_closed
-from running_service import HIDDEN, OpenEngine, RunningService, hidden_states
+from running_service import HIDDEN, OpenEngine, RunningService, hidden_states, small_model
 from v2_wire import request
 
 
@@ -125,13 +128,53 @@ def test_random_requests_of_many_clients(pair: Pair) -> None:
     assert len(pair.of_both(act)) == len(sent)
 
 
+def test_of_long_json_nothing_is_kept(pair: Pair, reads: list[bool]) -> None:
+    assert in_turn(pair, *[asking(1, b"X-A: 6", id="i" * LONGEST_READ)] * 3) == [200] * 3
+    assert reads == [False] * 3
+
+
+def test_what_is_kept_with_what_was_read_is_no_more_than_that() -> None:
+    """For small bodies most of it is not theirs; the JSON is as long, and its text takes as much, as may be. What
+    torch allocates for a tensor is not counted here."""
+    model, _ = small_model()
+    text = {"id": "i" * 310 + "\U0001f600", "parameters": BINARY["parameters"]}
+    sent, json_bytes = request({"hidden_states": hidden_states(1)}, **text)
+    assert LONGEST_READ - 50 < json_bytes <= LONGEST_READ
+    known = object.__new__(DirectInference)
+    known._json_bytes, known._spec = json_bytes, model.layers[1]
+    known._read_layout = partial(read_layout, spec=known._spec)
+    known.bodies = Bodies(len(sent), json_bytes)
+
+    def fill() -> None:
+        taken = [known.new_body() for _ in range(KEPT_BYTES // len(sent))]
+        for body in taken:
+            body.octets[:] = sent
+            known._read(body)
+            known.bodies.give_back(body)
+
+    fill()
+    spare = known.bodies._spare
+    assert 30 < len(spare) <= KEPT_BYTES // len(sent)
+    tracemalloc.start()
+    try:
+        spare.clear()
+        fill()
+        assert tracemalloc.get_traced_memory()[0] < KEPT_BYTES
+    finally:
+        tracemalloc.stop()
+
+
 def test_no_more_is_kept_than_that() -> None:
-    for length, kept in ((LARGEST_KEPT, KEPT_BYTES // LARGEST_KEPT), (LARGEST_KEPT + 1, 0)):
-        bodies = Bodies(length, 7)
+    for length, json_bytes, kept in (
+        (LARGEST_KEPT, 7, KEPT_BYTES // (LARGEST_KEPT + READING_BYTES)),
+        (LARGEST_KEPT + 1, 7, 0),
+        (LARGEST_KEPT, LONGEST_READ + 1, 0),
+    ):
+        bodies = Bodies(length, json_bytes)
         taken = [bodies.take() for _ in range(KEPT_BYTES // LARGEST_KEPT + 3)]
         for body in taken:
             assert len(body.octets) == length
-            assert torch.frombuffer(body.octets[7:], dtype=torch.uint8).data_ptr() % 16 == 0
+            assert torch.frombuffer(body.octets[json_bytes:], dtype=torch.uint8).data_ptr() % 16 == 0
             body.read = "something"
             bodies.give_back(body)
         again = [bodies.take() for _ in taken]

@@ -1,6 +1,7 @@
 """The way of forwards onto the GPU and back over the fake driver: no output is written over before it is taken."""
 
 import ctypes
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ pytest.importorskip("cuda.bindings.driver")
 
 from moelet.graphs.arena import Arena, shared_memory
 from moelet.graphs.buffers import LAYER_ARGS, RoutingInput, plan_buffers
+from moelet.graphs.driver import DriverError, driver
 from moelet.graphs.geometry import Geometry
 from moelet.graphs.pool import Variant
 from moelet.graphs.staging import Arrival, Staging
@@ -96,3 +98,27 @@ def test_the_memory_is_taken_until_the_output_is(way: Way) -> None:
     assert not ahead.under_way
     assert way.is_that_of(way.begin(2).result(), 2)
     assert way.is_that_of(output, 1)
+
+
+def test_memory_that_may_still_be_written_is_not_used_again(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cuEventSynchronize(_event: object) -> tuple[object]:
+        return (driver.CUresult.CUDA_ERROR_UNKNOWN,)
+
+    taken: list[object] = []
+    take = way.staging._kept.take
+
+    def noted(num_bytes: int) -> object:
+        taken.append(take(num_bytes))
+        return taken[-1]
+
+    monkeypatch.setattr(way.staging._kept, "take", noted)
+    with monkeypatch.context() as patched:
+        patched.setattr(driver, "cuEventSynchronize", cuEventSynchronize)
+        with pytest.raises(DriverError):
+            way.begin(1).result()
+    outputs = []
+    for value in range(2, 6):
+        gc.collect()
+        outputs.append(way.begin(value).result())
+    assert all(block is None or block is not taken[0] for block in taken[1:])
+    assert all(way.is_that_of(output, value) for value, output in enumerate(outputs, 2))

@@ -11,8 +11,11 @@ from ..known_requests import Body
 
 ALIGNMENT = 64
 LARGEST_KEPT = 32768
+LONGEST_READ = 512
+"""Bodies of up to so many bytes are used again, where up to so many of those are JSON."""
+READING_BYTES = 4096
 KEPT_BYTES = 1 << 18
-"""Bodies of up to so many bytes are used again, and so many bytes of them kept for requests of one head."""
+"""What was read of one takes about so many bytes beside it, and so many of both are kept for requests of one head."""
 
 Headers = Mapping[bytes, bytes]
 """The raw headers of a request, names in lower case; of those that came twice the last."""
@@ -40,12 +43,16 @@ def aligned(length: int, head_bytes: int) -> memoryview:
 
 class Bodies:
     """Memory for bodies of ``length`` bytes, ``head_bytes`` of them before their tensors: that of answered requests
-    first, with what was read of them."""
+    first, with what was read of them.
+
+    ``keeps``  whether any is used again; else nothing that was read need stay with one
+    """
 
     def __init__(self, length: int, head_bytes: int) -> None:
         self._length = length
         self._head_bytes = head_bytes
-        self._most = KEPT_BYTES // length if length <= LARGEST_KEPT else 0
+        self.keeps = length <= LARGEST_KEPT and head_bytes <= LONGEST_READ
+        self._most = KEPT_BYTES // (length + READING_BYTES) if self.keeps else 0
         self._spare: list[Body] = []
 
     def take(self) -> Body:

@@ -174,7 +174,8 @@ class DirectInference:
             if json == octets[:length]:
                 return cast(Inference, inference)
         inference = read_inference(octets, length, self._spec, self._read_layout)
-        body.read = (bytes(octets[:length]), inference) if inference.repeats and length is not None else None
+        repeats = inference.repeats and self.bodies.keeps and length is not None
+        body.read = (bytes(octets[:length]), inference) if repeats else None
         return inference
 
 
@@ -202,13 +203,12 @@ class _Answering:
 
     def ended(self, work: Work) -> None:
         """Answer with the output or the error of ``work``."""
-        error = work.error
-        if error is None:
-            try:
-                pieces, json_bytes = write_answer(answer_of(work), self._request, self._of.model)
-            except Exception as raised:  # noqa: BLE001 - it is answered too
-                error = raised
-        if error is not None:
+        if work.error is not None:
+            self._refuse(work.error)
+            return
+        try:
+            pieces, json_bytes = write_answer(answer_of(work), self._request, self._of.model)
+        except Exception as error:  # noqa: BLE001 - it is answered too
             self._refuse(error)
             return
         described = _described(json_bytes, sum(map(len, pieces)))
