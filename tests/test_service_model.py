@@ -74,7 +74,7 @@ class Swapping(RuleBasedStateMachine):
     @rule(name=NAMES, replace=st.booleans(), pinned=st.sampled_from([None, False, True]))
     def load(self, name: str, replace: bool, pinned: bool | None) -> None:
         wanted = name in self.pinned if pinned is None else pinned
-        before = set(self.codes)
+        busy = {known: self.busy(known) for known in self.codes}
         try:
             code = self.run(self.plain.load(name, replace=replace, pinned=pinned))
         except AdapterAlreadyLoadedError:
@@ -89,11 +89,11 @@ class Swapping(RuleBasedStateMachine):
         assert replace or name not in self.codes
         self.codes[name] = code
         (self.pinned.add if wanted else self.pinned.discard)(name)
-        evicted = before - {version.name for version in self.plain.service.adapters.table}
-        assert len(evicted) == (name not in before and len(before) == MAX_CPU)
+        evicted = set(busy) - {version.name for version in self.plain.service.adapters.table}
+        assert len(evicted) == (name not in busy and len(busy) == MAX_CPU)
         for gone in evicted:
             assert gone not in self.pinned
-            assert not self.holding(gone)
+            assert not (busy[gone] and self.holding(gone)), "requests that hold a replaced version keep no other"
             del self.codes[gone]
 
     def busy(self, name: str) -> bool:

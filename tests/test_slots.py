@@ -155,6 +155,18 @@ def test_an_adapter_of_a_batch_in_flight_is_not_evicted_from_the_host() -> None:
     assert [v.name for v in table] == ["a"]
 
 
+def test_a_name_is_evicted_though_a_version_before_is_in_use() -> None:
+    table = table_with("a", "b", max_cpu_loras=2)
+    held = table.acquire("a")
+    table.put("a", ADAPTER, replace=True)
+    table.acquire("b")
+    table.put("c", ADAPTER)
+    assert [version.name for version in table] == ["b", "c"]
+    assert table.retired == (held,)
+    table.release(held)
+    assert table.retired == ()
+
+
 def test_the_host_evicts_what_was_used_longest_ago() -> None:
     table = table_with("a", "b", "c", max_cpu_loras=3)
     table.release(table.acquire("a"))
