@@ -46,17 +46,7 @@ FUSED_MATRICES = MATRICES | {
     "expert_mlp": ("gate_up", "a_gate_up", "b_gate_up", "down", "a_down", "b_down"),
 }
 """The same where the GEMMs add the delta, or one kernel does all."""
-SHRINK = "lora_shrink of gate_up"
 TABLE = Table("T:5 LoRA:13 kernel:24 us:7 MB:8 GB/s:6 so-far:7")
-
-
-def matrices_read(plan: Plan, labels: Sequence[str]) -> Mapping[str, Sequence[str]]:
-    """The matrices that each of the launches ``labels`` of ``plan`` reads."""
-    if plan.keeps_delta_apart:
-        return MATRICES
-    if SHRINK not in labels:
-        return FUSED_MATRICES
-    return FUSED_MATRICES | {"expert_mlp": tuple(set(FUSED_MATRICES["expert_mlp"]) - set(FUSED_MATRICES[SHRINK]))}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -82,7 +72,7 @@ def kernel_rows(
     launches = forwards.programs[0].launches
     check_one_stream(launches)
     matrices = mean_bytes(spec, workload, batches)
-    read = matrices_read(forwards.plan, [launch.label for launch in launches])
+    read = MATRICES if forwards.plan.keeps_delta_apart else FUSED_MATRICES
     before = 0.0
     for number, launch in enumerate(launches, start=1):
         replay = partial(forwards.capture(number).launch, rig.streams.main)

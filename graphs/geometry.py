@@ -232,6 +232,10 @@ class Geometry:
         pairs = min(num_tokens * self.choices, self.experts * self.max_loras)
         return max(pairs + (num_tokens * self.choices - pairs) // self.group_rows(num_tokens), 1)
 
+    def rank_chunks(self, rank_blocks: int) -> int:
+        """Chunks of ``rank_blocks`` blocks of ranks that an adapter slot has."""
+        return -(-self.max_lora_rank // (RANK_BLOCK * rank_blocks))
+
     def group_rows(self, num_tokens: int) -> int:
         """Rows of one of those at the most."""
         return MLP_GROUP_ROWS if self.mlp(num_tokens, lora=True, direct=False) else GROUP_ROWS

@@ -22,7 +22,7 @@ class LoraLaunches(Site):
         geometry = self.geometry
         source, target = ("tokens", "gate_up_h") if projections == GATE_UP else ("act", "down_h")
         blocks = geometry.hidden_blocks if projections == GATE_UP else geometry.intermediate_blocks
-        chunks = -(-geometry.max_lora_rank // (8 * RANK_BLOCKS)) * projections
+        chunks = geometry.rank_chunks(RANK_BLOCKS) * projections
         return self._lora(
             stream,
             kernels.lora_shrink(projections),

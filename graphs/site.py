@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from .arena import Arena
 from .arguments import Argument, int32, pointer
 from .buffers import InputLayout, RoutingInput
-from .gemm_config import RANK_BLOCK, GemmConfig
+from .gemm_config import GemmConfig
 from .geometry import SHRINK_PARTS, Geometry, token_tile
 from .kernels import Kernels
 
@@ -92,7 +92,7 @@ class Site:
     def shrink_parts(self) -> int:
         """Parts that a group's blocks of ranks are dealt to in that kernel: as many as it takes two at once; of few
         tokens, where rows are no groups, a few, and more while blocks are idle."""
-        chunks = max(-(-self.geometry.max_lora_rank // (RANK_BLOCK * self.mlp_config.rank_blocks)), 1)
+        chunks = max(self.geometry.rank_chunks(self.mlp_config.rank_blocks), 1)
         return min(max(self.sm_count // (2 * self.slot_rows), SHRINK_PARTS), chunks) if self.direct else chunks
 
     @property

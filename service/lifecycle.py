@@ -61,12 +61,11 @@ class Lifecycle:
 
     def check_admission(self) -> None:
         """Raise ``EngineFailedError`` or ``UnavailableError`` unless new work may come."""
-        if self.started and not self.draining and self.failure is None:
+        if self.ready:
             return
         if self.failure is not None:
             raise EngineFailedError(f"the engine failed for good and the service must be restarted: {self.failure}")
-        if not self.ready:
-            raise UnavailableError(f"the service is {self.state} and takes no new work")
+        raise UnavailableError(f"the service is {self.state} and takes no new work")
 
     def admit(self) -> AbstractContextManager[None]:
         """``enter`` and ``leave`` as a context."""

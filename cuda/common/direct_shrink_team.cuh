@@ -61,7 +61,7 @@ struct DirectShrinkTeam {
                                                const Operand& operand) {
         const int k_steps = 2 * gemm.k_blocks;
         const int blocks = gemm.max_rank / kRankBlock;
-        const int* awaited = gemm.tokens_pending ? gemm.tokens_pending + group.expert : nullptr;
+        const int* awaited = gemm.pending_tokens(group.expert);
         bool wrote = false;
 #pragma unroll 1
         for (int block = first; block < blocks; block += parts) {

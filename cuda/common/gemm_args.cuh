@@ -51,4 +51,8 @@ struct Gemm {
     int item_tiles = 1;                 // row tiles that an item has at the most; more than one only there
 
     __device__ __forceinline__ const int* all_pending() const { return tokens_pending; }
+    // What must be zero before an expert's tokens may be read; null where they are older than the kernel.
+    __device__ __forceinline__ const int* pending_tokens(int expert) const {
+        return tokens_pending ? tokens_pending + expert : nullptr;
+    }
 };

@@ -35,7 +35,7 @@ __device__ __forceinline__ Source source_of(const Gemm& gemm, const TokenTile& t
     const int64_t before = int64_t(tile.expert) * gemm.k_blocks * gemm.row_tiles + place.row_tile;
     return Source{gemm.weights + before * kWeightBytes,
                   gemm.tokens + (whole ? int64_t(tile.first_row) * kBlockBytes : 0),
-                  gemm.tokens_pending ? gemm.tokens_pending + tile.expert : nullptr,
+                  gemm.pending_tokens(tile.expert),
                   gemm.row_tiles * kWeightBytes,
                   whole ? gemm.rows * kBlockBytes : kBlockBytes,
                   whole ? uint32_t(round_up(tile.num_rows, kRowAlign) * kBlockBytes) : 0,

@@ -15,6 +15,9 @@
 constexpr int kShares = 8;                   // of K, each summed by one warp
 constexpr int kRankBlockBytes = 8 * 32 * 2;  // eight ranks by 32 of K
 
+// The first step of a share of K, of 32 elements each; the end of the share before it.
+__device__ __forceinline__ int share_begin(int share, int k_steps) { return k_steps * share / kShares; }
+
 // One group's rows and the blocks of ranks that a block of threads takes; a warp's share of K.
 struct Item {
     const uint8_t* a;  // its first block of ranks: [K/32, 8, 32] each
@@ -30,8 +33,8 @@ struct Item {
     int end;
 
     __device__ __forceinline__ void take(int share, int k_steps) {
-        begin = k_steps * share / kShares;
-        end = k_steps * (share + 1) / kShares;
+        begin = share_begin(share, k_steps);
+        end = share_begin(share + 1, k_steps);
     }
 };
 

@@ -33,8 +33,8 @@ struct Walk {
     __device__ __forceinline__ Walk(int k_steps, int warp) : k_steps(k_steps), share(warp) { enter(); }
     __device__ __forceinline__ int steps() const { return ceil_div(k_steps, kShares); }
     __device__ __forceinline__ void enter() {
-        begin = k_steps * share / kShares;
-        end = min(k_steps * (share + 1) / kShares, k_steps);
+        begin = share_begin(share, k_steps);
+        end = min(share_begin(share + 1, k_steps), k_steps);
     }
     __device__ __forceinline__ void advance() {
         if (++offset < steps()) return;
