@@ -11,6 +11,7 @@ from .options import run
 COMMANDS = {
     "layer": "one layer forward, against its floor and its peers",
     "kernels": "the kernels of one forward, one by one",
+    "counters": "what the hardware counters say of each kernel, by Nsight Compute",
     "host": "hidden states in host memory to output in host memory, through the engine",
     "overhead": "what the service adds to a forward, over loopback against a bare echo; no GPU needed",
     "soak": "everything at once against a serving process for a time, every answer checked; no GPU needed",
@@ -24,7 +25,7 @@ def command(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: moelet bench NAME [OPTIONS]; --help behind a name lists its options\n")
         for name, what in COMMANDS.items():
-            print(f"  {name:9}{what}")
+            print(f"  {name:10}{what}")
         return 0
     name, *rest = arguments
     if name not in COMMANDS:

@@ -84,13 +84,16 @@ def chosen_shapes(options: argparse.Namespace) -> dict[str, LayerSpec]:
     return found or {shapes.DEFAULT_SHAPE: shapes.named(shapes.DEFAULT_SHAPE, shared=options.shared)}
 
 
-def run_options(parser: argparse.ArgumentParser, *, tokens: Sequence[int]) -> None:
-    """Add the options of how to measure and where to write."""
+def run_options(parser: argparse.ArgumentParser, *, tokens: Sequence[int], timed: bool = True) -> None:
+    """Add the options of how to measure and where to write; what is not ``timed`` is run once, over one weight set."""
     group = parser.add_argument_group("method")
     shown = ",".join(map(str, tokens))
     group.add_argument("--tokens", type=counts, default=list(tokens), help=f"token counts ({shown})")
-    group.add_argument("--sets", type=int, default=4, help="complete weight sets taken in turn (4)")
-    group.add_argument("--replays", type=replays, default=51, help="timed replays (51)")
+    if timed:
+        group.add_argument("--sets", type=int, default=4, help="complete weight sets taken in turn (4)")
+        group.add_argument("--replays", type=replays, default=51, help="timed replays (51)")
+    else:
+        parser.set_defaults(sets=1)
     group.add_argument("--gpu", type=int, default=0, metavar="N", help="which GPU (0)")
     group.add_argument("--json", type=Path, metavar="PATH", help="one file for all results (by date and shape)")
     group.add_argument("--commit", help="what to record as the commit where this is no git checkout")

@@ -28,6 +28,8 @@ SMI_FIELDS = {
     "power.limit": "power_limit",
     "power.draw": "power_draw",
 }
+PLACES = ("--json", "--folder", "--ncu")
+"""Options that say where something lies."""
 Row = dict[str, Any]
 
 
@@ -72,12 +74,13 @@ def cpu_model() -> str:
 
 
 def _measuring(arguments: Sequence[str]) -> list[str]:
-    """The arguments less ``--json PATH``: where a result is kept is no part of how it was measured."""
+    """The arguments less those of ``PLACES``: where a result is kept is no part of how it was measured."""
     kept = list(arguments)
-    if "--json" in kept:
-        place = kept.index("--json")
-        del kept[place : place + 2]
-    return [argument for argument in kept if not argument.startswith("--json=")]
+    for name in PLACES:
+        if name in kept:
+            place = kept.index(name)
+            del kept[place : place + 2]
+    return [argument for argument in kept if argument.split("=")[0] not in PLACES]
 
 
 def git_commit() -> str:

@@ -2,9 +2,9 @@
 results.
 
 A region stands between ``<!-- bench:start NAME -->`` and ``<!-- bench:end -->``. NAME is ``layer-SHAPE``,
-``kernels-SHAPE``, ``host-SHAPE`` or ``overhead-SHAPE``, with ``-zipf`` or ``-eight`` behind it for another routing
-than the uniform one, or ``-ranks`` for several LoRA ranks side by side. A region without a result says so. ``--check``
-changes nothing and exits 1 where a table is not what the results say.
+``kernels-SHAPE``, ``counters-SHAPE``, ``host-SHAPE`` or ``overhead-SHAPE``, with ``-zipf`` or ``-eight`` behind it for
+another routing than the uniform one, or ``-ranks`` for several LoRA ranks side by side. A region without a result says
+so. ``--check`` changes nothing and exits 1 where a table is not what the results say.
 """
 
 import argparse
@@ -17,12 +17,13 @@ from moelet.graphs.plan_choice import TABLE
 from moelet.layer.errors import ConfigurationError
 
 from . import options, plan_table
+from .counters import over_floor, summed
 from .newest import Newest, best_published, newest, published_date
 from .report import RESULTS, ROOT, Row
 
 FILES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 REGION = re.compile(r"(<!-- bench:start (\S+) -->\n).*?(<!-- bench:end -->)", re.S)
-NAME = re.compile(r"(layer|kernels|host|overhead)-(.+?)(?:-(zipf|eight|ranks))?")
+NAME = re.compile(r"(layer|kernels|counters|host|overhead)-(.+?)(?:-(zipf|eight|ranks))?")
 NO_RESULT = "No result yet."
 DASH = "–"
 
@@ -100,6 +101,39 @@ def kernels_table(found: Newest, shape: str) -> list[str]:  # noqa: ARG001
     return lines
 
 
+def counters_table(found: Newest, shape: str) -> list[str]:  # noqa: ARG001
+    """What each forward must read and reads from DRAM, and how busy DRAM is in the kernels that read weights."""
+    tokens = found.tokens
+    lines = header("MB (over the floor)", tokens)
+    for rank, adapters in dict.fromkeys((row["rank"], row["adapters"]) for row in found.rows):
+        rows = [row for row in found.rows if (row["rank"], row["adapters"]) == (rank, adapters)]
+        forwards = {t: summed(own) for t in tokens if (own := [row for row in rows if row["tokens"] == t])}
+        what = described(rank, adapters, None)
+        floors = [f"{forwards[t]['floor_bytes'] * 1e-6:.1f}" if t in forwards else DASH for t in tokens]
+        lines.append(markdown(f"{what}, the floor", floors))
+        lines.append(markdown(f"{what}, read from DRAM", [read_megabytes(forwards.get(t)) for t in tokens]))
+        for kernel in dict.fromkeys(row["kernel"] for row in rows if row["kernel_floor_bytes"]):
+            by_tokens = {row["tokens"]: row for row in rows if row["kernel"] == kernel}
+            cells = [dram_share(by_tokens.get(t)) for t in tokens]
+            lines.append(markdown(f"– {kernel}: TB/s from DRAM (of its peak)", cells))
+    return lines
+
+
+def read_megabytes(row: Row | None) -> str:
+    """A cell: what a forward read from DRAM, and that over what it must."""
+    if row is None or (over := over_floor(row)) is None:
+        return DASH
+    return f"{row['dram_read_bytes'] * 1e-6:.1f} ({over:.3f})"
+
+
+def dram_share(row: Row | None) -> str:
+    """A cell: how fast a kernel read from DRAM, and how much of DRAM's peak it used."""
+    if row is None or row["dram_read_bytes"] is None or not row["time_us"]:
+        return DASH
+    share = DASH if row["dram_pct"] is None else f"{row['dram_pct']:.0f}%"
+    return f"{row['dram_read_bytes'] / row['time_us'] * 1e-6:.2f} ({share})"
+
+
 def host_table(found: Newest, shape: str) -> list[str]:  # noqa: ARG001
     """Host to host, the graph alone and the difference, over token counts."""
     tokens = found.tokens
@@ -147,6 +181,7 @@ def overhead_table(found: Newest, shape: str) -> list[str]:  # noqa: ARG001
 TABLES: dict[str, Callable[[Newest, str], list[str]]] = {
     "layer": layer_table,
     "kernels": kernels_table,
+    "counters": counters_table,
     "host": host_table,
     "overhead": overhead_table,
 }

@@ -3,16 +3,15 @@
 No kernel runs there, so that outputs are the NaN that memory was poisoned with, unless a test puts others there.
 """
 
-# ruff: noqa: ARG001, ARG002 (the fake driver must be there; its signatures are the driver's)
+# ruff: noqa: ARG001 (the fake driver must be there)
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benchmarks import forwards, measurement, reading, rig
+from benchmarks import forwards, measurement, reading
 from benchmarks.__main__ import main
 from benchmarks.forwards import Forwards, WeightSet, forwards_per_graph
 from benchmarks.rig import Rig
@@ -20,9 +19,8 @@ from benchmarks.shapes import SHAPES
 from benchmarks.workload import Workload, random_batches
 from torch import Tensor
 
-from fake_driver import ok
-from fake_layer import LayerDriver, SourceKernels
-from moelet.graphs import engine, plan_choice
+from bench_driver import US, BenchDriver, exact
+from moelet.graphs import plan_choice
 from moelet.graphs.buffers import LAYER_ARGS, InputLayout, RoutingInput
 from moelet.graphs.driver import driver
 from moelet.graphs.geometry import Geometry
@@ -35,61 +33,11 @@ pytest.importorskip("cuda.bindings.driver")
 NUMBERS = ["--num-experts", "6", "--top-k", "3", "--hidden-size", "72", "--intermediate-size", "40"]
 SHAPE = "e6-k3-h72-i40"
 FEW = ["--replays", "5", "--slots", "3", "--commit", "abc"]
-US = 100.0
-
-
-class BenchDriver(LayerDriver):
-    """The fake driver with timing events, which always lie ``US`` apart, and copies of rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.graphs: list[int] = []
-
-    def cuEventElapsedTime(self, start, end):
-        return ok(US * 1e-3)
-
-    def cuMemcpy2DAsync(self, copy, stream):
-        for row in range(copy.Height):
-            target, source = int(copy.dstDevice) + row * copy.dstPitch, int(copy.srcHost) + row * copy.srcPitch
-            self.cuMemcpyHtoD(target, source, copy.WidthInBytes)
-        return ok()
-
-    def cuGraphInstantiate(self, graph, flags):
-        self.graphs.append(self.nodes.count("KERNEL"))
-        return super().cuGraphInstantiate(graph, flags)
-
-    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, function, threads, shared):
-        return ok(1)
-
-
-class LoadedKernels(SourceKernels):
-    """Kernels as their sources declare them, to be closed like loaded ones."""
-
-    def __init__(self, *_: object) -> None:
-        pass
-
-    def seal(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> BenchDriver:
-    for room in (rig, engine):
-        monkeypatch.setattr(room, "Kernels", LoadedKernels)
-    monkeypatch.setattr(rig, "Reader", partial(reading.Reader, num_bytes=9 << 20))
-    fake = BenchDriver()
-    fake.install(monkeypatch)
-    return fake
-
-
-def exact(forwards: Forwards) -> list[Tensor]:
-    """What right kernels would leave."""
-    return [
-        torch.cat([part.weights.exact_output(part.batch) for part in parts]).bfloat16() for parts in forwards._parts
-    ]
+    return BenchDriver().install(monkeypatch)
 
 
 def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:

@@ -1,0 +1,83 @@
+"""What whole benchmarks run over without a GPU: the fake driver with events and a profiler, and kernels of no code."""
+
+# ruff: noqa: ARG002 (the signatures are the driver's)
+
+from functools import partial
+
+import pytest
+import torch
+from benchmarks import reading, rig
+from benchmarks.forwards import Forwards
+from torch import Tensor
+
+from fake_driver import ok
+from fake_layer import LayerDriver, SourceKernels
+from moelet.graphs import engine
+
+US = 100.0
+
+
+class BenchDriver(LayerDriver):
+    """The fake driver with timing events, which always lie ``US`` apart, copies of rows, and a profiler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graphs: list[int] = []
+        self.profiled: list[int] = []
+        self._profiling = False
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> "BenchDriver":
+        for room in (rig, engine):
+            monkeypatch.setattr(room, "Kernels", LoadedKernels)
+        monkeypatch.setattr(rig, "Reader", partial(reading.Reader, num_bytes=9 << 20))
+        super().install(monkeypatch)
+        return self
+
+    def cuEventElapsedTime(self, start, end):
+        return ok(US * 1e-3)
+
+    def cuMemcpy2DAsync(self, copy, stream):
+        for row in range(copy.Height):
+            target, source = int(copy.dstDevice) + row * copy.dstPitch, int(copy.srcHost) + row * copy.srcPitch
+            self.cuMemcpyHtoD(target, source, copy.WidthInBytes)
+        return ok()
+
+    def cuGraphInstantiate(self, graph, flags):
+        self.graphs.append(self.nodes.count("KERNEL"))
+        return super().cuGraphInstantiate(graph, flags)
+
+    def cuGraphLaunch(self, executable, stream):
+        if self._profiling:
+            self.profiled.append(self.graphs[-1])
+        return super().cuGraphLaunch(executable, stream)
+
+    def cuProfilerStart(self):
+        self._profiling = True
+        return ok()
+
+    def cuProfilerStop(self):
+        self._profiling = False
+        return ok()
+
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, function, threads, shared):
+        return ok(1)
+
+
+class LoadedKernels(SourceKernels):
+    """Kernels as their sources declare them, to be closed like loaded ones."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def seal(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def exact(forwards: Forwards) -> list[Tensor]:
+    """What right kernels would leave."""
+    return [
+        torch.cat([part.weights.exact_output(part.batch) for part in parts]).bfloat16() for parts in forwards._parts
+    ]
