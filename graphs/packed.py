@@ -1,5 +1,6 @@
 """An adapter packed whole: the bytes of a slot, one behind the other, and where each of them goes."""
 
+import ctypes
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,8 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ..layer.adapter import Adapter, AdapterFacts
 from ..layer.layout import round_up
@@ -19,6 +18,7 @@ from .packing import Array, Piece, entries, pieces
 ENTRIES = "lora"
 """The slots' tables, by the name that a layer's head has for them."""
 SLABS = ("lora_a_gate_up", "lora_b_gate_up", "lora_a_down", "lora_b_down", ENTRIES)
+TABLES = SLABS.index(ENTRIES)
 ALIGNMENT = 256
 
 
@@ -39,20 +39,47 @@ class Run(NamedTuple):
     rows: int
 
 
+class HostBytes(NamedTuple):
+    """``nbytes`` of host memory from ``pointer`` on, which are there as long as ``owner`` is."""
+
+    pointer: int
+    nbytes: int
+    owner: object
+
+    @classmethod
+    def of(cls, array: Array) -> "HostBytes":
+        """Those of ``array``, which has no gaps."""
+        assert array.flags.c_contiguous
+        return cls(array.ctypes.data, array.nbytes, array)
+
+    def copied(self) -> bytes:
+        """What they are now."""
+        return ctypes.string_at(self.pointer, self.nbytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedAdapter:
-    """An adapter as the GPU's slots hold it: ``content`` bytes, ``runs`` int64 ``[n, 6]``, a ``Run`` each.
+    """An adapter as the GPU's slots hold it: ``content``, and ``runs`` int64 ``[n, 6]``, a ``Run`` each.
 
     Tables come last, one for each layer served. Nothing is packed twice: runs may share their content.
     """
 
     facts: AdapterFacts
-    content: Tensor
-    runs: Tensor
+    content: HostBytes
+    runs: HostBytes
+
+    def all_runs(self) -> Array:
+        """The runs, in order, int64 ``[n, 6]``."""
+        return runs_of(self.runs.copied())
 
     def at(self, path: Path) -> "PackedAdapter":
         """The same, told of as lying at ``path``."""
         return replace(self, facts=replace(self.facts, path=path))
+
+
+def runs_of(octets: bytes) -> Array:
+    """``PackedAdapter.runs`` as int64 ``[n, 6]``."""
+    return np.frombuffer(octets, dtype=np.int64).reshape(-1, len(Run._fields))
 
 
 class Packer:
@@ -80,8 +107,8 @@ class Packer:
                 draft.add_piece(index, piece, geometry.slab_bytes[piece.slab])
         for index, (spec, geometry) in self._layers.items():
             draft.add_table(index, entries(adapter.layers.get(index), spec, geometry))
-        content = draft.content()
-        runs = torch.from_numpy(np.array(draft.runs, dtype=np.int64).reshape(-1, len(Run._fields)))
+        content = HostBytes.of(draft.content())
+        runs = HostBytes.of(np.array(draft.runs, dtype=np.int64).reshape(-1, len(Run._fields)))
         facts = replace(adapter.facts, nbytes=content.nbytes + runs.nbytes)
         return PackedAdapter(facts=facts, content=content, runs=runs)
 
@@ -106,9 +133,9 @@ class _Draft:
 
     def add_table(self, layer: int, table: Array) -> None:
         """``table`` is that of the slot in ``layer``."""
-        self.runs.append(Run(layer, SLABS.index(ENTRIES), 0, self._take(table.nbytes, table), table.nbytes, 1))
+        self.runs.append(Run(layer, TABLES, 0, self._take(table.nbytes, table), table.nbytes, 1))
 
-    def content(self) -> Tensor:
+    def content(self) -> Array:
         """All bytes, uint8, zero where nothing lies."""
         content = _zeros(self._end)
         for place, source in self._writes:
@@ -118,7 +145,7 @@ class _Draft:
                 packed.write(content[place : place + size].reshape(packed.num_experts, packed.expert_bytes))
             else:
                 content[place : place + source.nbytes] = source.view(np.uint8)
-        return torch.from_numpy(content)
+        return content
 
     def _take(self, num_bytes: int, source: Piece | Array) -> int:
         place = self._end

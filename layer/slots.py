@@ -199,6 +199,11 @@ class AdapterTable:
         """What sits in each of the ``max_loras`` slots."""
         return list(self._slots)
 
+    @property
+    def any_freed(self) -> bool:
+        """Whether ``take_freed`` would give any."""
+        return bool(self._freed)
+
     def take_freed(self) -> list[int]:
         """Slots whose version died since the last call and that are still free, for the engine to clear."""
         freed, self._freed = sorted(self._freed), set()

@@ -32,6 +32,16 @@ class AdapterRoots:
         if not self.roots:
             raise AdapterForbiddenError("loading adapters at run time is off: the service has no --adapter-root")
 
+    def check(self, sent: str, param: str) -> None:
+        """Raise ``AdapterForbiddenError`` when there is no root, and ``RequestError`` for what cannot be a path."""
+        self.check_enabled()
+        if not sent or "\0" in sent:
+            raise RequestError(f"{param} should be the path of an adapter's folder, got {sent!r}", param)
+        try:
+            os.fsencode(sent)
+        except UnicodeEncodeError:
+            raise RequestError(f"{param} is not a path: it has characters that no file name has", param) from None
+
     def resolve(self, sent: str, param: str) -> tuple[Path, Path]:
         """The folder that a client means, all links resolved, and the root that holds it; a relative path
         is taken below each root in turn.
@@ -41,13 +51,9 @@ class AdapterRoots:
         when it would lie inside and is not there; ``AdapterRefusedError`` when it changes meanwhile;
         ``RequestError`` for what cannot be a path.
         """
-        self.check_enabled()
-        if not sent or "\0" in sent:
-            raise RequestError(f"{param} should be the path of an adapter's folder, got {sent!r}", param)
+        self.check(sent, param)
         try:
             return self._resolve(sent)
-        except UnicodeEncodeError:
-            raise RequestError(f"{param} is not a path: it has characters that no file name has", param) from None
         except OSError as error:  # links and folders may change while they are followed
             raise AdapterRefusedError(sent, "a folder that can be read", error.strerror or "an I/O error") from None
 

@@ -3,55 +3,56 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from ..layer.adapter import KeptAdapter
 from ..layer.adapter_version import AdapterVersion, check_name
 from ..layer.errors import (
     AdapterAlreadyLoadedError,
     AdapterBusyError,
-    AdapterCapacityError,
-    AdapterError,
     AdapterNotLoadedError,
-    AdapterRefusedError,
 )
 from ..layer.slots import AdapterTable
+from .adapter_reading import AdapterReader, AdapterReading
 from .adapter_roots import AdapterRoots
 from .engine_thread import EngineThread
 from .sent_text import utf8
 
 log = logging.getLogger(__name__)
 
-AdapterReader = Callable[[Path, Path], KeptAdapter]
-"""Parses and validates the adapter in a folder, following links no further than below another folder;
-raises ``AdapterError``."""
+Later = Callable[[Callable[[], None]], None]
+"""Has small things done soon, on the event loop."""
 
-ANYWHERE = Path("/")
+CLEAR_S = 0.25
+"""So long the slot of a version that is gone may hold what it held: mostly the next version takes it by then."""
 
 
 class AdapterRegistry:
     """The adapters of one service, by name; used on the event loop alone.
 
-    Parsing runs on a thread of its own, one adapter at a time. Loads and unloads of one name wait
-    for each other; whatever fails leaves everything as it was.
+    Adapters are read elsewhere, one at a time. Loads and unloads of one name wait for each other; whatever fails leaves
+    everything as it was.
     """
 
-    def __init__(self, table: AdapterTable, engine: EngineThread, roots: AdapterRoots, read: AdapterReader) -> None:
+    def __init__(
+        self, table: AdapterTable, engine: EngineThread, roots: AdapterRoots, read: AdapterReader, later: Later
+    ) -> None:
         self.table = table
         self.roots = roots
         self._engine = engine
-        self._read = read
-        self._readers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moelet-adapters")
+        self._reading = AdapterReading(roots, read)
+        self._later = later
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._released = asyncio.Event()
+        self._will_clear = False
 
     def load_at_start(self, name: str, path: Path) -> AdapterVersion:
         """Load an adapter named on the command line, from anywhere, before the event loop runs."""
-        return self.table.put(name, self._parse(path, ANYWHERE).at(path))
+        return self.table.put(name, self._reading.at_start(path))
 
     async def load(
         self, name: str, sent: str, *, param: str, pinned: bool | None = None, replace: bool = False
@@ -70,14 +71,12 @@ class AdapterRegistry:
                     f"the adapter {name!r} is loaded already, as version {current.version}: "
                     "set load_inplace to true to replace it"
                 )
-            folder, adapter = await asyncio.get_running_loop().run_in_executor(
-                self._readers, partial(self._read_for_client, sent, param)
-            )
+            folder, adapter = await self._reading.for_client(sent, param)
             if pinned is None:
                 pinned = current is not None and current.pinned
             version = self.table.put(name, adapter, pinned=pinned, replace=replace)
             self.settle()
-            log.info("loaded adapter %s, version %d, from %s", name, version.version, folder)
+            self._log("loaded adapter %s, version %d, from %s", name, version.version, folder)
             return version, current is None
 
     async def unload(self, name: str, timeout_s: float) -> dict[str, Any]:
@@ -115,7 +114,7 @@ class AdapterRegistry:
         record = self.record(version)
         self.table.remove(name)
         self.settle()
-        log.info("unloaded adapter %s, version %d", name, version.version)
+        self._log("unloaded adapter %s, version %d", name, version.version)
         return record
 
     def find(self, name: str) -> AdapterVersion | None:
@@ -143,14 +142,23 @@ class AdapterRegistry:
         self.settle()
 
     def settle(self) -> None:
-        """Have the engine clear the slots of versions that are gone, and wake whoever waits for a release."""
+        """Have the engine clear the slots of versions that are gone, unless others take them soon; wake whoever waits
+        for a release."""
+        if self.table.any_freed and not self._will_clear:
+            self._will_clear = True
+            asyncio.get_running_loop().call_later(CLEAR_S, self._clear)
+        self._released.set()
+
+    def _clear(self) -> None:
+        self._will_clear = False
         for slot in self.table.take_freed():
             self._engine.clear(slot).add_done_callback(_log_failure)
-        self._released.set()
 
     def in_flight(self, name: str) -> int:
         """Requests that hold any version of ``name``."""
-        return self.in_flight_by_name().get(name, 0)
+        current = self.find(name)
+        held = sum(version.in_flight for version in self.table.retired if version.name == name)
+        return held if current is None else held + current.in_flight
 
     def in_flight_by_name(self) -> dict[str, int]:
         """Requests in flight of each name that is loaded or still held."""
@@ -181,36 +189,16 @@ class AdapterRegistry:
             "ignored_keys": list(facts.ignored_keys),
         }
 
+    def _log(self, *said: object) -> None:
+        """Have it logged, in the name of the request that runs, once nobody waits for its answer."""
+        self._later(partial(copy_context().run, log.info, *said))
+
     def close(self) -> None:
-        """End the parsing thread."""
-        self._readers.shutdown()
+        """End the thread that reads."""
+        self._reading.close()
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
-
-    def _parse(self, folder: Path, root: Path) -> KeptAdapter:
-        """What the reader reads. Raises ``AdapterCapacityError`` where the host has no memory for it."""
-        try:
-            return self._read(folder, root)
-        except (MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
-                raise
-            raise AdapterCapacityError(f"{folder}: the host has too little memory left to load it") from error
-
-    def _read_for_client(self, sent: str, param: str) -> tuple[Path, KeptAdapter]:
-        """The folder that a client means and the adapter in it, which knows its path as the client wrote it.
-
-        Off the event loop from the first look at the path on: on some file systems each takes as long as a forward.
-        """
-        folder, root = self.roots.resolve(sent, param)
-        try:
-            adapter = self._parse(folder, root)
-        except AdapterError as error:
-            error.args = (str(error).replace(str(folder), sent),)
-            raise
-        except OSError as error:
-            raise AdapterRefusedError(sent, "files that can be read", error.strerror or "an I/O error") from error
-        return folder, adapter.at(Path(sent))
 
 
 def _held(count: int) -> str:

@@ -9,9 +9,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .. import __version__
 from .body import BodyLimitMiddleware
 from .description import describe
+from .direct_loads import DirectLoads
 from .errors import install_error_handlers
 from .keys import KeyMiddleware, Keys
-from .known_requests import KnownRequests
+from .known_requests import AnyKnown, KnownRequests
 from .request_id import MadeIds, RequestIdMiddleware
 from .routes import adapters, forward, health, layers
 from .routes.put_adapter import PutAdapters
@@ -41,7 +42,8 @@ def create_app(service: MoeService, *, max_body_bytes: int, keys: Keys | None = 
     v2 = V2(PutAdapters(routed(service, max_body_bytes, keys), service, max_body_bytes), service, max_body_bytes)
     app: ASGIApp = BodyLimitMiddleware(v2, max_body_bytes)
     app = RequestIdMiddleware(KeyMiddleware(app, keys) if keys else app, made, service.metrics.answered)
-    return Application(app, DirectInferences(service, v2.inferences, keys, made, max_body_bytes))
+    inferences = DirectInferences(service, v2.inferences, keys, made, max_body_bytes)
+    return Application(app, AnyKnown(inferences, DirectLoads(service, keys, made, max_body_bytes)))
 
 
 def routed(service: MoeService, max_body_bytes: int, keys: Keys) -> FastAPI:

@@ -20,7 +20,7 @@ from ..layer.errors import AdapterNotFoundError, CheckpointNotFoundError, Config
 from ..layer.report import AdapterReport, CheckpointReport, ProjectionReport, adapter_report, checkpoint_report
 from ..layer.shards import is_file
 from ..layer.spec import ranges
-from .adapters import ANYWHERE
+from .adapter_reading import ANYWHERE
 
 Report = CheckpointReport | AdapterReport
 

@@ -46,6 +46,20 @@ class KnownRequests(Protocol):
         """The one with this head, all bytes of it; None: the application has to answer, be it for now."""
 
 
+class AnyKnown:
+    """Requests of several kinds."""
+
+    def __init__(self, *kinds: KnownRequests) -> None:
+        self._kinds = kinds
+
+    def find(self, head: bytes) -> KnownRequest | None:
+        """As ``KnownRequests.find``, of the first kind that knows it."""
+        for kind in self._kinds:
+            if (known := kind.find(head)) is not None:
+                return known
+        return None
+
+
 def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """``headers`` as they are written, without the empty line behind them."""
     return b"".join([b"%b: %b\r\n" % header for header in headers])

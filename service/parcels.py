@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..graphs.packed import PackedAdapter
+from ..graphs.packed import HostBytes, PackedAdapter
 from ..layer import errors
 from ..layer.adapter import Adapter, AdapterFacts, AdapterLayout, KeptAdapter, LayerAdapter, LoraWeights
 from ..layer.layout import round_up
-from .unmapping import Unmapping
+from .unmapping import Mapped, Unmapping
 
 ALIGNMENT = 64
+LONGEST_LETTER = 1 << 15
+FEW_TENSORS = 8
 _PARTS = ("a", "b", "scaling", "ranks")
 _DTYPES = {str(dtype): dtype for dtype in (torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8)}
 _ERRORS: Mapping[str, type[Exception]] = {
@@ -34,52 +36,84 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 
 
-def pack(content: KeptAdapter | Exception) -> tuple[int, int]:
-    """A descriptor of a file with ``content``, and how many of its bytes are tensors; what they are follows.
+Content = KeptAdapter | tuple[Path, KeptAdapter] | Exception
+"""What is carried: an adapter, one with the folder that it was found in, or why there is none."""
 
-    Tensors lie there as they are, each once: whoever gets the file maps it. Raises ``MemoryError``.
+
+def pack(content: Content) -> tuple[int, bytes]:
+    """A descriptor of a file with the tensors of ``content``, as they are and each once, which whoever gets it maps;
+    and a letter of at most ``LONGEST_LETTER`` bytes that says what they are, or that the file says it behind them.
+
+    Raises ``MemoryError``.
     """
     tensors = _Tensors()
-    told = _told(content, tensors)
+    told = json.dumps(_told(content, tensors)).encode()
+    where = b"%d %d " % (tensors.end, len(tensors.places))
     file = os.memfd_create("moelet-adapter", os.MFD_CLOEXEC)
     try:
         for tensor, offset in tensors.places.values():
             _write(file, offset, tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        _write(file, tensors.end, memoryview(json.dumps(told).encode()))
+        if len(where) + len(told) > LONGEST_LETTER:
+            _write(file, tensors.end, memoryview(told))
+            told = b""
     except BaseException as error:
         os.close(file)
         if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.ENOSPC):
             raise MemoryError("the host has no room for an adapter") from error
         raise
-    return file, tensors.end
+    return file, where + told
 
 
-def unpack(file: int, end: int, path: Path, unmapping: Unmapping) -> KeptAdapter:
-    """The adapter that ``pack`` put into ``file``, whose tensors stay mapped while they live; closes ``file``.
+def takes_long(letter: bytes) -> bool:
+    """Whether it takes longer to unpack what comes with ``letter`` than an event loop has."""
+    _, count, told = letter.split(b" ", 2)
+    return not told or int(count) > FEW_TENSORS
 
-    Its ``path`` is that given. Raises the error that was packed, and ``MemoryError``.
+
+def unpack(file: int, letter: bytes, path: Path, unmapping: Unmapping) -> tuple[Path, KeptAdapter]:
+    """The folder that was packed, or else ``path``, and the adapter that ``pack`` put into ``file``, whose tensors stay
+    mapped while they live; closes ``file``.
+
+    The adapter's own ``path`` is that given. Raises the error that was packed, and ``MemoryError``.
     """
+    size, _, text = letter.split(b" ", 2)
+    end = int(size)
     try:
-        told = json.loads(os.pread(file, os.fstat(file).st_size - end, end))
+        told = json.loads(text or os.pread(file, os.fstat(file).st_size - end, end))
         memory = _map(file, end, unmapping) if end else None
     finally:
         os.close(file)
     if "error" in told:
         raise _error(**told)
+    folder = Path(found) if (found := told.pop("folder", None)) is not None else path
+    if "facts" not in told:
+        return folder, _adapter(told, path, _reader(memory))
+    assert memory is not None
+    return folder, _packed(told, path, memory)
+
+
+def _reader(memory: Mapped | None) -> Callable[..., Tensor]:
+    """What gives tensors in ``memory``, the same for the same place; none where there is none."""
+    octets: Any = None
+    if memory is not None:
+        octets = (ctypes.c_uint8 * memory.size).from_address(memory.address)
+        octets.memory = memory  # as long as any tensor is there
     read: dict[int, Tensor] = {}
 
     def tensor(offset: int, dtype: str, shape: list[int]) -> Tensor:
         if offset not in read:
-            flat = torch.frombuffer(memory, dtype=_DTYPES[dtype], count=math.prod(shape), offset=offset)
+            flat = torch.frombuffer(octets, dtype=_DTYPES[dtype], count=math.prod(shape), offset=offset)
             read[offset] = flat if len(shape) == 1 else flat.view(shape)
         return read[offset]
 
-    return _packed(told, path, tensor) if "facts" in told else _adapter(told, path, tensor)
+    return tensor
 
 
-def _told(content: KeptAdapter | Exception, tensors: "_Tensors") -> dict[str, Any]:
+def _told(content: Content, tensors: "_Tensors") -> dict[str, Any]:
     """What JSON can say of ``content``; its tensors are added to ``tensors``."""
     match content:
+        case (folder, adapter):
+            return {"folder": str(folder), **_told(adapter, tensors)}
         case Adapter():
             return _told_adapter(content, tensors)
         case PackedAdapter():
@@ -127,15 +161,22 @@ def _adapter(told: dict[str, Any], path: Path, tensor: Callable[..., Tensor]) ->
 
 def _told_packed(adapter: PackedAdapter, tensors: _Tensors) -> dict[str, Any]:
     facts = {**asdict(adapter.facts), "path": None}
-    return {"facts": facts, "content": tensors.add(adapter.content), "runs": tensors.add(adapter.runs)}
+    return {"facts": facts, **{part: tensors.add(_as_tensor(getattr(adapter, part))) for part in ("content", "runs")}}
 
 
-def _packed(told: dict[str, Any], path: Path, tensor: Callable[..., Tensor]) -> PackedAdapter:
+def _as_tensor(content: HostBytes) -> Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * content.nbytes).from_address(content.pointer), dtype=torch.uint8)
+
+
+def _packed(told: dict[str, Any], path: Path, memory: Mapped) -> PackedAdapter:
     facts: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in told["facts"].items()
     }
     facts |= {"path": path, "layout": AdapterLayout(facts["layout"])}
-    return PackedAdapter(facts=AdapterFacts(**facts), content=tensor(*told["content"]), runs=tensor(*told["runs"]))
+    content, runs = (
+        HostBytes(memory.address + offset, size, memory) for offset, _, [size] in (told["content"], told["runs"])
+    )
+    return PackedAdapter(facts=AdapterFacts(**facts), content=content, runs=runs)
 
 
 def _told_error(error: Exception) -> dict[str, Any]:
@@ -165,12 +206,10 @@ def _write(file: int, offset: int, content: memoryview) -> None:
         done += os.pwrite(file, content[done : done + (1 << 30)], offset + done)
 
 
-def _map(file: int, size: int, unmapping: Unmapping) -> Any:
+def _map(file: int, size: int, unmapping: Unmapping) -> Mapped:
     """The first ``size`` bytes of ``file``, until nothing refers to them; unlike ``mmap`` it keeps no descriptor."""
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, file, 0)
     if address == ctypes.c_void_p(-1).value:
         raise MemoryError(f"an adapter of {size} bytes cannot be mapped: {os.strerror(ctypes.get_errno())}")
-    memory = (ctypes.c_uint8 * size).from_address(address)
-    unmapping.watch(memory, address, size)
-    return memory
+    return unmapping.watched(address, size)

@@ -17,7 +17,8 @@ import torch
 import uvicorn
 from rich.console import Console
 
-from .adapters import AdapterReader
+from .adapter_reading import AdapterReader
+from .adapter_roots import AdapterRoots
 from .app import create_app
 from .garbage import search_seldom
 from .http_config import http_config
@@ -145,8 +146,9 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def read_beside(processes: ExitStack, *ways: AdapterReader) -> ReadingProcess | None:
-    """A process for reading adapters in ``ways``, of which this one feels nothing, until ``processes`` are closed.
+def read_beside(processes: ExitStack, *ways: AdapterReader, roots: AdapterRoots) -> ReadingProcess | None:
+    """A process for reading adapters in ``ways``, those of clients below ``roots``, of which this one feels nothing,
+    until ``processes`` are closed.
 
     None where there cannot be one, or should not: a fork would never see locks released that other threads hold, and
     pages that a GPU reads or writes should have no second owner.
@@ -155,7 +157,7 @@ def read_beside(processes: ExitStack, *ways: AdapterReader) -> ReadingProcess | 
     if sys.platform != "linux" or threading.active_count() > 1 or in_use:
         return None
     try:
-        reading = ReadingProcess(*ways)
+        reading = ReadingProcess(*ways, roots=roots)
     except OSError as error:
         log.warning("no process can be started that reads adapters, and loads will disturb forwards: %s", error)
         return None

@@ -13,8 +13,9 @@ from starlette.types import Receive
 from ..layer.errors import EngineFailedError, LayerNotServedError
 from ..layer.slots import AdapterTable
 from ..layer.spec import LayerSpec, ModelSpec, ranges
+from .adapter_reading import AdapterReader
 from .adapter_roots import AdapterRoots
-from .adapters import AdapterReader, AdapterRegistry
+from .adapters import AdapterRegistry
 from .afterwards import Afterwards
 from .batcher import Batcher
 from .call import Answer, Call
@@ -50,14 +51,15 @@ class MoeService:
         self.created = int(time.time())
         self.lifecycle = Lifecycle()
         self.metrics = Metrics()
-        self.adapters = AdapterRegistry(AdapterTable(engine.max_loras, max_cpu_loras), engine, roots, read_adapter)
+        self.later = Afterwards()
+        table = AdapterTable(engine.max_loras, max_cpu_loras)
+        self.adapters = AdapterRegistry(table, engine, roots, read_adapter, self.later)
         self.metrics.watch_adapters(self.adapters)
         self.plans: Mapping[int, Sequence[Mapping[str, Any]]] = engine.submit(
             lambda opened: {index: list(opened.plans(index)) for index in opened.model.layers}
         ).result()
         self.metrics.watch_service(self.lifecycle, utf8(self.model.name), engine.device, self.plans, engine.depth)
         self.timeouts = Timeouts(limits.request_timeout_s)
-        self.later = Afterwards()
         self._batcher = Batcher(engine, self.adapters, self.metrics, limits, self.later)
         self._departures = Departures()
 

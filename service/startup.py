@@ -15,8 +15,8 @@ from ..layer.checkpoint import open_checkpoint
 from ..layer.demo import NAME, write_demo
 from ..layer.errors import AdapterError, ConfigurationError, MoeletError
 from ..layer.spec import ModelSpec, ranges
+from .adapter_reading import AdapterReader
 from .adapter_roots import AdapterRoots
-from .adapters import AdapterReader
 from .engine_thread import EngineThread
 from .engines import choose_device, open_engine
 from .limits import MIB, Limits
@@ -84,7 +84,7 @@ def open_service(settings: Settings, beside: Callable[..., ReadingProcess | None
         log.info("checkpoint: %s", note)
     model = checkpoint.model
     readers = readers_of(settings, model)
-    reading = beside(*readers) if beside is not None and found.roots else None
+    reading = beside(*readers, roots=roots) if beside is not None and found.roots else None
     device = choose_device(settings.device)
     if device == "cpu" and settings.changed_gpu_options:
         log.warning("serving on the CPU, where %s does nothing", " and ".join(settings.changed_gpu_options))

@@ -2,11 +2,25 @@
 
 import ctypes
 import threading
-import weakref
+from collections.abc import Callable
 from queue import SimpleQueue
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class Mapped:
+    """``size`` bytes of mapped memory from ``address`` on, until nobody refers to this any more."""
+
+    __slots__ = ("_let_go", "address", "size")
+
+    def __init__(self, address: int, size: int, let_go: Callable[[tuple[int, int]], None]) -> None:
+        self.address = address
+        self.size = size
+        self._let_go = let_go
+
+    def __del__(self) -> None:
+        self._let_go((self.address, self.size))
 
 
 class Unmapping:
@@ -19,12 +33,12 @@ class Unmapping:
         self._given: SimpleQueue[tuple[int, int] | None] = SimpleQueue()  # may be put into by finalizers, on any thread
         self._watched = 0
 
-    def watch(self, memory: object, address: int, size: int) -> None:
-        """Unmap ``size`` bytes from ``address`` on, soon after ``memory`` is gone; for one thread at a time."""
+    def watched(self, address: int, size: int) -> Mapped:
+        """The memory there, which is unmapped soon after this is gone; for one thread at a time."""
         if not self._watched:
             threading.Thread(target=self._work, name="moelet-unmap", daemon=True).start()
         self._watched += 1
-        weakref.finalize(memory, self._given.put, (address, size)).atexit = False
+        return Mapped(address, size, self._given.put)
 
     def close(self) -> None:
         """Nothing more is to be watched."""

@@ -18,7 +18,7 @@ US = 100.0
 
 
 class BenchDriver(LayerDriver):
-    """The fake driver with timing events, which always lie ``US`` apart, copies of rows, and a profiler."""
+    """The fake driver with timing events, which always lie ``US`` apart, and a profiler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,12 +35,6 @@ class BenchDriver(LayerDriver):
 
     def cuEventElapsedTime(self, start, end):
         return ok(US * 1e-3)
-
-    def cuMemcpy2DAsync(self, copy, stream):
-        for row in range(copy.Height):
-            target, source = int(copy.dstDevice) + row * copy.dstPitch, int(copy.srcHost) + row * copy.srcPitch
-            self.cuMemcpyHtoD(target, source, copy.WidthInBytes)
-        return ok()
 
     def cuGraphInstantiate(self, graph, flags):
         self.graphs.append(self.nodes.count("KERNEL"))

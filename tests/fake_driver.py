@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fake_batches import FakeBatches
 from moelet.graphs.driver import driver
 
 
@@ -17,7 +18,7 @@ class FakeStream:
         self.last: int | None = None
 
 
-class FakeDriver:
+class FakeDriver(FakeBatches):
     """Install with ``install``; ``launches`` are the packed arguments seen, ``calls`` the names of all calls."""
 
     def __init__(self) -> None:

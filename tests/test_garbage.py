@@ -23,6 +23,7 @@ APPLICATION = b"Accept-Encoding: gzip"
 LATE = b"X-Request-Timeout-Ms: 0.001"
 
 JSON = b'{"hidden_states": [[' + b",".join([b"0.5"] * 48) + b"]]}"
+LOAD = b'PUT /v1/adapters/c HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n{"path": "%b"}'
 REQUESTS = {
     "past the application": (200, asking(3)),
     "through the application": (200, asking(3, APPLICATION)),
@@ -33,6 +34,8 @@ REQUESTS = {
     "refused adapter": (404, asking(3, parameters={**BINARY["parameters"], "adapter": "none"})),
     "late past the application": (504, asking(3, LATE)),
     "late through the application": (504, asking(3, LATE, APPLICATION)),
+    "refused load": (400, LOAD % (16, b"dora")),
+    "load of nothing": (404, LOAD % (18, b"absent")),
 }
 
 

@@ -8,6 +8,7 @@ import torch
 from fake_driver import FakeDriver
 from moelet.graphs import adapters
 from moelet.graphs.adapters import AdapterSlots, SlotBank
+from moelet.graphs.driver import DriverError, driver
 from moelet.graphs.geometry import Geometry
 from moelet.graphs.packed import SLABS, Packer, Run, _zeros
 from moelet.graphs.packing import entries, pieces
@@ -43,8 +44,9 @@ def packer_of(spec: LayerSpec) -> Packer:
     return Packer.of(model_of(spec), max_loras=SLOTS, max_lora_rank=RANK)
 
 
-def slots_of(spec: LayerSpec, monkeypatch: pytest.MonkeyPatch) -> AdapterSlots:
-    FakeDriver().install(monkeypatch)
+def slots_of(spec: LayerSpec, monkeypatch: pytest.MonkeyPatch, *, batches: bool = True) -> AdapterSlots:
+    fake = FakeDriver().install(monkeypatch)
+    fake.batches = batches
     slots = AdapterSlots(spec, Geometry.of(spec, router_fp32=False, max_loras=SLOTS, max_lora_rank=RANK))
     for buffer in slots._memory.values():
         buffer.write(torch.full((buffer.num_bytes,), 7, dtype=torch.uint8))
@@ -59,15 +61,16 @@ def held(slots: AdapterSlots, slab: str) -> torch.Tensor:
     )
 
 
+@pytest.mark.parametrize("batches", [True, False])
 @pytest.mark.parametrize("staging", [1 << 22, 1])
 @pytest.mark.parametrize("spec", SPECS, ids=["shared", "sliced"])
 @pytest.mark.parametrize(("rank", "shared_outer"), [(8, False), (3, False), (20, False), (5, True), (16, True)])
 def test_an_install_writes_what_packing_says_and_nothing_else(
-    spec: LayerSpec, rank: int, shared_outer: bool, staging: int, monkeypatch: pytest.MonkeyPatch
+    spec: LayerSpec, rank: int, shared_outer: bool, staging: int, batches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pinned memory that holds a single row at a time makes no difference."""
+    """Pinned memory that holds a single row at a time makes no difference, nor a driver that copies one by one."""
     monkeypatch.setattr(adapters, "STAGING_BYTES", staging)
-    slots = slots_of(spec, monkeypatch)
+    slots = slots_of(spec, monkeypatch, batches=batches)
     bank = SlotBank({0: slots}, RANK, Stream("copy"))
     adapter = random_adapter(spec, 3, rank=rank, shared_outer=shared_outer)
     expected = {slab: held(slots, slab).clone() for slab in SLABS}
@@ -103,7 +106,7 @@ def test_one_a_of_gate_and_up_is_packed_once() -> None:
     assert layer.up is not None
     shared = replace(adapter, layers={0: replace(layer, up=replace(layer.up, a=layer.gate.a))})
     packed, apart = packer_of(spec).pack(shared), packer_of(spec).pack(adapter)
-    first, second = (Run(*row) for row in packed.runs.tolist()[:2])
+    first, second = (Run(*run) for run in packed.all_runs().tolist()[:2])
     assert first.place == second.place
     assert first.offset != second.offset
     assert packed.content.nbytes == apart.content.nbytes - first.width * first.rows
@@ -130,3 +133,45 @@ def test_a_layer_that_an_adapter_leaves_alone_gets_an_empty_table(monkeypatch: p
     bank.install(SLOT, packer_of(spec).pack(other))
     assert not held(slots, "lora")[SLOT].any()
     assert held(slots, "lora")[SLOT + 1].any()
+
+
+def test_a_batch_of_copies_that_fails_is_an_error_and_spoils_no_install_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class FailingDriver(FakeDriver):
+        failing = False
+
+        def cuMemcpy3DBatchAsync(self, count, operations, flags, stream):  # type: ignore[no-untyped-def]
+            if self.failing:
+                return int(driver.CUresult.CUDA_ERROR_NOT_SUPPORTED)
+            return super().cuMemcpy3DBatchAsync(count, operations, flags, stream)
+
+    fake, spec = FailingDriver(), SPECS[1]
+    fake.install(monkeypatch)
+    slots = AdapterSlots(spec, Geometry.of(spec, router_fp32=False, max_loras=SLOTS, max_lora_rank=RANK))
+    bank = SlotBank({0: slots}, RANK, Stream("copy"))
+    first, second = (packer_of(spec).pack(random_adapter(spec, seed, rank=8)) for seed in (1, 2))
+    bank.install(SLOT, first)
+    wanted = [held(slots, slab) for slab in SLABS]
+    fake.failing = True
+    with pytest.raises(DriverError, match=r"^cuMemcpy3DBatchAsync failed with CUDA_ERROR_NOT_SUPPORTED"):
+        bank.install(SLOT, second)
+    fake.failing = False
+    assert all(torch.equal(held(slots, slab), kept) for slab, kept in zip(SLABS, wanted, strict=True))
+    bank.install(SLOT, second)
+    bank.install(SLOT, first)
+    assert all(torch.equal(held(slots, slab), kept) for slab, kept in zip(SLABS, wanted, strict=True))
+
+
+def test_installs_of_one_shape_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And come out right from what was prepared for another adapter."""
+    spec = SPECS[0]
+    slots = slots_of(spec, monkeypatch)
+    bank = SlotBank({0: slots}, RANK, Stream("copy"))
+    found = []
+    for seed in (1, 2, 1):
+        bank.install(SLOT, packer_of(spec).pack(random_adapter(spec, seed, rank=8)))
+        found.append([held(slots, slab) for slab in SLABS])
+    assert bank._remembered.cache_info().misses == 1
+    assert all(torch.equal(left, right) for left, right in zip(found[0], found[2], strict=True))
+    assert not all(torch.equal(left, right) for left, right in zip(found[0], found[1], strict=True))

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from moelet.layer.adapter import Adapter
+from moelet.service.adapter_roots import AdapterRoots
 from moelet.service.server import read_beside
 from served_process import Served, process, served, wait_for
 
@@ -92,21 +93,21 @@ def test_nothing_is_left_open_where_none_can_be_started(monkeypatch: pytest.Monk
     monkeypatch.setattr(threading, "active_count", lambda: 1)
     held = os.listdir("/proc/self/fd")  # noqa: PTH208
     with ExitStack() as ending:
-        assert read_beside(ending, nothing) is None
+        assert read_beside(ending, nothing, roots=AdapterRoots([])) is None
     assert os.listdir("/proc/self/fd") == held  # noqa: PTH208
 
 
 def test_nothing_is_forked_beside_other_threads() -> None:
     with ThreadPoolExecutor() as pool, ExitStack() as ending:
         pool.submit(int).result()
-        assert read_beside(ending, nothing) is None
+        assert read_beside(ending, nothing, roots=AdapterRoots([])) is None
 
 
 def test_nothing_is_forked_while_a_gpu_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "active_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with ExitStack() as ending:
-        assert read_beside(ending, nothing) is None
+        assert read_beside(ending, nothing, roots=AdapterRoots([])) is None
 
 
 def test_readers_end_with_a_service_that_is_killed(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from adapter_readers import Reader, child_of, descriptors
 from eventually import eventually
-from moelet.graphs.packed import PackedAdapter, Packer
+from moelet.graphs.packed import PackedAdapter
 from moelet.layer.adapter import Adapter
-from moelet.layer.adapter_loading import load_adapter
 from moelet.layer.checkpoint import open_checkpoint
 from moelet.layer.demo import write_demo
 from moelet.layer.errors import AdapterNotFoundError, AdapterRefusedError
@@ -39,35 +39,6 @@ def model(folder: Path) -> ModelSpec:
     return open_checkpoint(folder).model
 
 
-class Reader:
-    """Reads an adapter, or does what the folder's name says."""
-
-    def __init__(self, model: ModelSpec) -> None:
-        self.model = model
-        self.packer = Packer.of(model, max_loras=2, max_lora_rank=16)
-
-    def __call__(self, folder: Path, root: Path) -> Adapter:
-        match folder.name:
-            case "die":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "crash":
-                os.kill(os.getpid(), signal.SIGUSR2)
-            case "memory":
-                raise MemoryError("too much")
-            case "unreadable":
-                raise PermissionError(13, "Permission denied")
-            case "wrong":
-                raise KeyError("a fault of ours")
-            case "forbidden":
-                os.kill(os.getpid(), signal.SIGSYS)
-            case "slow":
-                time.sleep(0.5)
-        return load_adapter(folder, self.model, max_rank=8, root=root)
-
-    def packed(self, folder: Path, root: Path) -> PackedAdapter:
-        return self.packer.pack(self(folder, root))
-
-
 @pytest.fixture(scope="module")
 def reader(model: ModelSpec) -> Reader:
     return Reader(model)
@@ -78,22 +49,6 @@ def reading(reader: Reader) -> Iterator[ReadingProcess]:
     process = ReadingProcess(reader, reader.packed)
     yield process
     process.close()
-
-
-def child_of(pid: int) -> int:
-    """The one child of process ``pid``, once there is one."""
-    until = time.monotonic() + 10
-    while time.monotonic() < until:
-        if found := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            return int(found[0])
-        time.sleep(0.01)
-    raise AssertionError("there is no child")
-
-
-def descriptors() -> set[int]:
-    """All that this process has open."""
-    listed = os.listdir("/proc/self/fd")  # noqa: PTH208 - the descriptor that it is read through is gone by then
-    return {int(name) for name in listed if Path(f"/proc/self/fd/{name}").is_symlink()}
 
 
 @pytest.mark.parametrize("name", ["demo-a", "demo-b"])
@@ -118,8 +73,8 @@ def test_a_packed_adapter_is_the_one_that_is_packed_here(
     here, there = reader.packed(folder / name, folder), reading(folder / name, folder)
     assert isinstance(there, PackedAdapter)
     assert there.facts == here.facts
-    assert torch.equal(there.content, here.content)
-    assert torch.equal(there.runs, here.runs)
+    assert there.content.copied() == here.content.copied()
+    assert there.all_runs().tolist() == here.all_runs().tolist()
     assert there.at(HERE).facts == replace(here.facts, path=HERE)
 
 

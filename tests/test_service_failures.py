@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ from moelet.layer.errors import EngineError, EngineFailedError
 from moelet.layer.reference import ReferenceEngine
 from moelet.layer.spec import ModelSpec
 from moelet.layer.weights import LayerWeights
+from moelet.service import adapters
 from moelet.service.engine_thread import EngineThread
 from moelet.service.errors import UnavailableError
 from moelet.service.lifecycle import Lifecycle
@@ -83,6 +85,22 @@ def test_slots_of_adapters_that_are_gone_are_cleared(service: RunningService) ->
     fragile(service).removed.clear()
     service.client.delete("/v1/adapters/a")
     eventually(lambda: fragile(service).removed == [slot])
+
+
+def test_a_slot_that_the_next_version_takes_is_not_cleared_first(service: RunningService) -> None:
+    """Which would take as long as to put that there."""
+    service.load("a", "good")
+    service.output(hidden_states=hidden_states(1), adapter="a")
+    slot = service.records()[0]["slot"]
+    fragile(service).removed.clear()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(adapters, "CLEAR_S", 1.0)
+        for _ in range(3):
+            service.load("a", "good", load_inplace=True)
+            service.output(hidden_states=hidden_states(1), adapter="a")
+    assert service.records()[0]["slot"] == slot
+    time.sleep(1.1)
+    assert fragile(service).removed == []
 
 
 def test_a_client_that_leaves_gives_its_adapter_back(service: RunningService) -> None:
@@ -157,14 +175,15 @@ def test_draining_finishes_loads_that_began_and_takes_no_others(open_engine: Ope
     with running(open_engine, tmp_path) as service, ThreadPoolExecutor() as pool:
         for name in ("a", "b"):
             assert service.load(name, service.write(name, 1)).status_code == 200
-        read = service.service.adapters._read
+        reader = service.service.adapters._reading._here
+        read = reader._read
 
         def slow(folder: Path, root: Path) -> Adapter:
             begun.set()
             assert go_on.wait(30)
             return read(folder, root)
 
-        service.service.adapters._read = slow
+        reader._read = slow
         loading = pool.submit(service.load, "c", "a")
         assert begun.wait(10)
         service.service.lifecycle.begin_drain()

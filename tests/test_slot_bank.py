@@ -32,9 +32,9 @@ class NotingDriver(FakeDriver):
         self.entered.append(threading.current_thread().name)
         return ok()
 
-    def cuMemcpy2DAsync(self, copy, stream):
+    def cuMemcpy3DBatchAsync(self, count, operations, flags, stream):
         self.used.add(int(stream))
-        return super().cuMemcpy2DAsync(copy, stream)
+        return super().cuMemcpy3DBatchAsync(count, operations, flags, stream)
 
     def cuStreamSynchronize(self, stream):
         self.used.add(int(stream))

@@ -14,7 +14,8 @@ from torch import Tensor
 from decode_cases import SPECS, batch_of
 from gpu_engines import Gpu, GpuLayer, gpu, opened_engine, same_bits
 from lora_cases import of_rank, only, ragged, uneven
-from moelet.graphs import kernels
+from moelet.graphs import adapters, kernels, row_copies
+from moelet.graphs.adapters import SlotBank
 from moelet.graphs.driver import driver
 from moelet.graphs.engine import GraphEngine
 from moelet.graphs.gemm_config import gemm_config
@@ -140,18 +141,45 @@ def test_installing_writes_to_no_other_slot(gpu: Gpu) -> None:
             assert same_bits(layer.eager(batch)[unchanged], output[unchanged])
 
 
+@pytest.mark.parametrize("staging", [adapters.STAGING_BYTES, 1])
+def test_one_call_of_the_driver_copies_what_a_call_for_each_does(
+    gpu: Gpu, staging: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one piece or many, over what was there before."""
+    monkeypatch.setattr(adapters, "STAGING_BYTES", staging)
+    for spec in SPECS.values():
+        layer, found = gpu.layer(spec, rank=64), []
+        layer.install([of_rank(spec, 24, slot) for slot in range(4)])
+        for batches in (True, False):
+            with monkeypatch.context() as patched:
+                if not batches:
+                    patched.setattr(row_copies, "batch_call", lambda: None)
+                bank = SlotBank({spec.index: layer.slots}, 64, gpu.streams.copy)
+            assert (bank._passage._copies._batch is not None) == batches
+            for adapter in (of_rank(spec, 64, 9), ragged(spec, 17, 10), of_rank(spec, 8, 11, shared_outer=True)):
+                bank.install(1, of_rank(spec, 64, 5))
+                bank.install(1, adapter)
+                found.append(slot_bytes(layer))
+            bank.remove(1)
+            found.append(slot_bytes(layer))
+            bank._passage.close()
+        layer.adapters[1] = None
+        for together, each in zip(found[:4], found[4:], strict=True):
+            assert all(torch.equal(together[name], each[name]) for name in each)
+
+
 def test_two_hundred_installs_take_no_memory(engine: GraphEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    adapters = [of_rank(spec_of(engine), rank, rank) for rank in (64, 3)]
-    for adapter in adapters:
+    taking_turns = [of_rank(spec_of(engine), rank, rank) for rank in (64, 3)]
+    for adapter in taking_turns:
         engine.install_adapter(1, adapter)
     wanted = outputs(engine, 1)
     for name in ("cuMemAlloc", "cuMemHostAlloc", "cuMemHostRegister"):
         monkeypatch.setattr(driver, name, lambda *_, name=name: pytest.fail(f"an install called {name}"))
     for turn in range(200):
-        engine.install_adapter(1, adapters[turn % 2])
+        engine.install_adapter(1, taking_turns[turn % 2])
         if turn % 50 == 49:
             engine.remove_adapter(1)
-            engine.install_adapter(1, adapters[1])
+            engine.install_adapter(1, taking_turns[1])
             assert same_bits(outputs(engine, 1), wanted)
     engine.remove_adapter(1)
 

@@ -20,10 +20,6 @@ class Libc:
         self.calls.append((threading.current_thread().name, address, size))
 
 
-class Memory:
-    """Something that can be let go of."""
-
-
 @pytest.fixture
 def libc(monkeypatch: pytest.MonkeyPatch) -> Libc:
     found = Libc()
@@ -36,9 +32,9 @@ def is_there() -> bool:
 
 
 def test_another_thread_gives_memory_back_once_it_is_let_go_of(libc: Libc) -> None:
-    gone, kept, unmaps = Memory(), Memory(), Unmapping()
-    unmaps.watch(gone, 4096, 10)
-    unmaps.watch(kept, 8192, 20)
+    unmaps = Unmapping()
+    gone, kept = unmaps.watched(4096, 10), unmaps.watched(8192, 20)
+    assert [(each.address, each.size) for each in (gone, kept)] == [(4096, 10), (8192, 20)]
     del gone
     eventually(lambda: libc.calls)
     assert libc.calls == [("moelet-unmap", 4096, 10)]
@@ -57,10 +53,7 @@ def test_there_is_no_thread_where_nothing_was_mapped(libc: Libc) -> None:
 def test_memory_that_is_let_go_of_while_objects_are_made_is_given_back(libc: Libc) -> None:
     """A finalizer may run wherever the interpreter looks for garbage: here many at once, from several threads."""
     unmaps = Unmapping()
-    memories = [Memory() for _ in range(200)]
-    for number, memory in enumerate(memories):
-        unmaps.watch(memory, number, 1)
-    del memory
+    memories = [unmaps.watched(number, 1) for number in range(200)]
     halves = memories[:100], memories[100:]
     memories.clear()
     threads = [threading.Thread(target=half.clear) for half in halves]
@@ -81,8 +74,8 @@ def test_the_real_thing_is_gone() -> None:
     address = libc.mmap(None, size, 3, 0x22, -1, 0)
     libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     pages = (ctypes.c_uint8 * (size // 4096))()
-    memory, unmaps = Memory(), Unmapping()
-    unmaps.watch(memory, address, size)
+    unmaps = Unmapping()
+    memory = unmaps.watched(address, size)
     assert libc.mincore(address, size, pages) == 0
     del memory
     eventually(lambda: libc.mincore(address, size, pages) == -1)  # ENOMEM: nothing is mapped there

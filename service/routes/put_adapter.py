@@ -1,4 +1,4 @@
-"""``PUT /v1/adapters/{name}``, which comes while forwards run, with no framework between it and the service."""
+"""``PUT /v1/adapters/{name}`` in the application, with no framework between it and the service."""
 
 from typing import Any
 
@@ -22,6 +22,7 @@ class PutAdapters:
     """Loads adapters into ``service`` and leaves every other request to ``app``.
 
     All that the event loop does for a swap, forwards wait for: FastAPI takes twice as long as the rest of it together.
+    Most of these requests do not come here either, see ``direct_loads.py``.
     """
 
     def __init__(self, app: ASGIApp, service: MoeService, max_body_bytes: int) -> None:
@@ -44,12 +45,15 @@ class PutAdapters:
         with service.metrics.adapter_load():
             check_name(name, "name")
             body = checked(PutAdapter, await read_bytes(request, self._max_body_bytes))
-            with service.lifecycle.admit():
-                version, created = await service.adapters.load(
-                    name, body.path, param="path", pinned=body.pinned, replace=True
-                )
-        record = orjson.dumps(service.adapters.record(version))
-        return Response(record, 201 if created else 200, media_type="application/json")
+            record, status = await put(service, name, body)
+        return Response(record, status, media_type="application/json")
+
+
+async def put(service: MoeService, name: str, body: PutAdapter) -> tuple[bytes, int]:
+    """Load what ``body`` says as ``name``; its record as JSON, and the status. Raises ``MoeletError``."""
+    with service.lifecycle.admit():
+        version, created = await service.adapters.load(name, body.path, param="path", pinned=body.pinned, replace=True)
+    return orjson.dumps(service.adapters.record(version)), 201 if created else 200
 
 
 def name_in(path: str) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import cast
 
-import httptools
 from starlette.requests import ClientDisconnect
 
 from ...layer.errors import MoeletError
@@ -20,7 +19,7 @@ from ..deadline import Deadline
 from ..errors import response_for
 from ..keys import Keys
 from ..known_requests import Answering, Body, Write, header_lines
-from ..protocol import MAX_HEADERS
+from ..plain_head import Head, UnusualError
 from ..request_id import HEADER, MadeIds, access, log_access, naming, sent_id
 from ..service import MoeService
 from ..watch import ForwardWatch
@@ -38,48 +37,6 @@ PATH = re.compile(r"/v2/models/([^/%?#]+)(?:/versions/([^/%?#]+))?/infer", re.AS
 REMEMBERED = 512
 LONGEST = 2048
 """How many heads are kept, and the bytes of the longest that is: together they are what clients can fill."""
-
-UNUSUAL = frozenset((b"transfer-encoding", b"content-encoding", b"expect", b"upgrade"))
-"""Headers of requests that are left to the application."""
-
-
-class UnusualError(Exception):
-    """A head whose request the application has to answer."""
-
-
-class Head:
-    """A request's head as httptools reads it, fed to it alone. Raises ``UnusualError`` unless it is one whole head
-    of a request that brings a body of known length, and asks for nothing but an answer."""
-
-    def __init__(self, head: bytes) -> None:
-        self.url = b""
-        self.listed: list[tuple[bytes, bytes]] = []
-        self._ended = self._has_body = False
-        parser = httptools.HttpRequestParser(self)
-        try:
-            parser.feed_data(head)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            raise UnusualError from None
-        self.headers = dict(self.listed)
-        if not (self._ended and parser.get_http_version() == "1.1" and parser.should_keep_alive()):
-            raise UnusualError
-        if self._has_body or len(self.listed) > MAX_HEADERS or self.headers.keys() & UNUSUAL:
-            raise UnusualError
-
-    def on_url(self, url: bytes) -> None:
-        self.url += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.listed.append((name.lower(), value))
-
-    def on_headers_complete(self) -> None:
-        self._ended = True
-
-    def on_body(self, _body: bytes) -> None:
-        self._has_body = True  # the parser's head ends before ours
-
-    def on_message_complete(self) -> None:
-        self._has_body = True  # of no byte
 
 
 class DirectInferences:
@@ -113,29 +70,36 @@ class DirectInferences:
         read = Head(head)
         path = read.url.decode("latin-1")
         matched = PATH.fullmatch(path)
-        length = read.headers.get(b"content-length", b"")
-        if matched is None or not length.isdigit() or int(length) > self._max_body_bytes:
+        if matched is None:
             raise UnusualError
+        body_bytes = read.body_bytes(self._max_body_bytes)
         if read.headers.get(b"accept-encoding") in WINDOWS:
             raise UnusualError
         if self._keys.right_of(read.listed) < self._keys.needed("POST", read.url):
             raise UnusualError
         spec = self._inferences.models.layer(matched[1], matched[2] or MODEL_VERSION)
-        return DirectInference(self, read, path, matched[1], spec, self._inferences.layouts[spec.index])
+        return DirectInference(self, read, path, body_bytes, matched[1], spec, self._inferences.layouts[spec.index])
 
 
 class DirectInference:
     """What requests of one head come to: ``body_bytes`` follow it, to be read into ``new_body``."""
 
     def __init__(
-        self, owner: DirectInferences, head: Head, path: str, model: str, spec: LayerSpec, read_layout: LayoutReader
+        self,
+        owner: DirectInferences,
+        head: Head,
+        path: str,
+        body_bytes: int,
+        model: str,
+        spec: LayerSpec,
+        read_layout: LayoutReader,
     ) -> None:
         self._owner = owner
         self.service = owner.service
         self.path = path
         self.model = model
         self.label = str(spec.index)
-        self.body_bytes = int(head.headers[b"content-length"])
+        self.body_bytes = body_bytes
         self._spec = spec
         self._read_layout = read_layout
         self._json_bytes = read_header_length(head.headers.get(JSON_BYTES))

@@ -1,0 +1,116 @@
+"""Reads adapters for a service: in a process beside it where there is one, else on a thread of its own."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from ..layer.adapter import KeptAdapter
+from ..layer.errors import AdapterCapacityError, AdapterError, AdapterRefusedError
+from .adapter_roots import AdapterRoots
+
+AdapterReader = Callable[[Path, Path], KeptAdapter]
+"""Parses and validates the adapter in a folder, following links no further than below another folder;
+raises ``AdapterError``."""
+
+ANYWHERE = Path("/")
+
+Read = tuple[Path, KeptAdapter]
+"""The folder that a client meant, all links resolved, and the adapter in it."""
+
+
+class NobodyBesideError(Exception):
+    """No other process reads this: the service has to do that itself."""
+
+
+@runtime_checkable
+class ReadsBeside(Protocol):
+    """Reads adapters in another process, for a service on its event loop too."""
+
+    @property
+    def here(self) -> AdapterReader:
+        """The same reader without the process."""
+
+    async def for_client(self, sent: str, param: str) -> Read:
+        """As ``ClientReader``. Raises what that does, what is wrong with the process, and ``NobodyBesideError``."""
+
+    def __call__(self, folder: Path, root: Path) -> KeptAdapter:
+        """As ``AdapterReader``."""
+
+
+class ClientReader:
+    """Finds the adapter at the path that a client sent below ``roots``, and has ``read`` read it, which then knows its
+    path as the client wrote it."""
+
+    def __init__(self, roots: AdapterRoots, read: AdapterReader) -> None:
+        self._roots = roots
+        self._read = read
+
+    def __call__(self, sent: str, param: str) -> Read:
+        """The folder and the adapter. Raises ``RequestError`` and every ``AdapterError``, which name the folder as the
+        client did."""
+        folder, root = self._roots.resolve(sent, param)
+        try:
+            with told_to_clients(sent):
+                return folder, self._read(folder, root).at(Path(sent))
+        except AdapterError as error:
+            error.args = (str(error).replace(str(folder), sent),)
+            raise
+
+
+class AdapterReading:
+    """What reads the adapters of one service, one at a time, off its event loop from the first look at a path on: on
+    some file systems each takes as long as a forward."""
+
+    def __init__(self, roots: AdapterRoots, read: AdapterReader) -> None:
+        self._read = read
+        self._beside = read if isinstance(read, ReadsBeside) else None
+        self._roots = roots
+        self._here = ClientReader(roots, read if self._beside is None else self._beside.here)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moelet-adapters")
+
+    def at_start(self, folder: Path) -> KeptAdapter:
+        """The adapter in ``folder``, which may lie anywhere. Raises ``AdapterError`` and ``OSError``."""
+        with told_of_memory(str(folder)):
+            return self._read(folder, ANYWHERE).at(folder)
+
+    async def for_client(self, sent: str, param: str) -> Read:
+        """As ``ClientReader``.
+
+        Raises ``RequestError`` and every ``AdapterError``.
+        """
+        self._roots.check(sent, param)
+        if self._beside is not None:
+            try:
+                with told_to_clients(sent):
+                    return await self._beside.for_client(sent, param)
+            except NobodyBesideError:
+                pass
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._here, sent, param)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
+
+
+@contextmanager
+def told_of_memory(what: str) -> Iterator[None]:
+    """Raise ``AdapterCapacityError`` where the host has no memory for ``what``."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
+            raise
+        raise AdapterCapacityError(f"{what}: the host has too little memory left to load it") from error
+
+
+@contextmanager
+def told_to_clients(sent: str) -> Iterator[None]:
+    """The same, and ``AdapterRefusedError`` for files that cannot be read at the path that a client ``sent``."""
+    try:
+        with told_of_memory(sent):
+            yield
+    except OSError as error:
+        raise AdapterRefusedError(sent, "files that can be read", error.strerror or "an I/O error") from error

@@ -1,0 +1,56 @@
+"""Reads adapters in a process beside the tests, or ends as it is told to; and what can be seen of such a process."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from moelet.graphs.packed import PackedAdapter, Packer
+from moelet.layer.adapter import Adapter
+from moelet.layer.adapter_loading import load_adapter
+from moelet.layer.spec import ModelSpec
+
+
+class Reader:
+    """Reads an adapter, or does what the folder's name says."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        self.model = model
+        self.packer = Packer.of(model, max_loras=2, max_lora_rank=16)
+
+    def __call__(self, folder: Path, root: Path) -> Adapter:
+        match folder.name:
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "crash":
+                os.kill(os.getpid(), signal.SIGUSR2)
+            case "memory":
+                raise MemoryError("too much")
+            case "unreadable":
+                raise PermissionError(13, "Permission denied")
+            case "wrong":
+                raise KeyError("a fault of ours")
+            case "forbidden":
+                os.kill(os.getpid(), signal.SIGSYS)
+            case "slow":
+                time.sleep(0.5)
+        return load_adapter(folder, self.model, max_rank=8, root=root)
+
+    def packed(self, folder: Path, root: Path) -> PackedAdapter:
+        return self.packer.pack(self(folder, root))
+
+
+def child_of(pid: int) -> int:
+    """The one child of process ``pid``, once there is one."""
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        if found := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            return int(found[0])
+        time.sleep(0.01)
+    raise AssertionError("there is no child")
+
+
+def descriptors() -> set[int]:
+    """All that this process has open."""
+    listed = os.listdir("/proc/self/fd")  # noqa: PTH208 - the descriptor that it is read through is gone by then
+    return {int(name) for name in listed if Path(f"/proc/self/fd/{name}").is_symlink()}

@@ -1,0 +1,157 @@
+"""The process that reads adapters, beside an event loop: what clients mean is what they get, or are told about."""
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from adapter_readers import Reader, child_of, descriptors
+from moelet.graphs.packed import PackedAdapter
+from moelet.layer.adapter import Adapter
+from moelet.layer.checkpoint import open_checkpoint
+from moelet.layer.demo import write_demo
+from moelet.layer.errors import (
+    AdapterCapacityError,
+    AdapterForbiddenError,
+    AdapterNotFoundError,
+    AdapterRefusedError,
+    RequestError,
+)
+from moelet.layer.spec import ModelSpec
+from moelet.service.adapter_reading import AdapterReading, ClientReader
+from moelet.service.adapter_roots import AdapterRoots
+from moelet.service.reading_process import ReadingProcess
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_demo(tmp_path_factory.mktemp("demo")).checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> ModelSpec:
+    return open_checkpoint(folder).model
+
+
+@pytest.fixture(scope="module")
+def reader(model: ModelSpec) -> Reader:
+    return Reader(model)
+
+
+@contextmanager
+def beside(reader: Reader, root: Path) -> Iterator[ReadingProcess]:
+    """A process that packs adapters for clients, below ``root``."""
+    with closing(ReadingProcess(reader, reader.packed, roots=AdapterRoots([root]))) as process:
+        process.way = 1
+        yield process
+
+
+def test_an_event_loop_gets_what_a_client_means(reader: Reader, folder: Path) -> None:
+    async def read(process: ReadingProcess) -> None:
+        here = ClientReader(AdapterRoots([folder]), reader.packed)
+        for sent in ("demo-a", "./demo-b/../demo-b", str(folder / "demo-b")):
+            (found, there), (path, mine) = await process.for_client(sent, "path"), here(sent, "path")
+            assert isinstance(there, PackedAdapter)
+            assert isinstance(mine, PackedAdapter)
+            assert (found, there.facts) == (path, mine.facts)
+            assert there.content.copied() == mine.content.copied()
+            assert there.all_runs().tolist() == mine.all_runs().tolist()
+        process.way = 0
+        assert isinstance((await process.for_client("demo-a", "path"))[1], Adapter)
+        process.way = 1
+        at_once = await asyncio.gather(*(process.for_client(f"demo-{name}", "path") for name in "abab"))
+        assert [adapter.facts.rank for _, adapter in at_once] == [8, 4, 8, 4]
+
+    with beside(reader, folder) as process:
+        asyncio.run(read(process))
+
+
+def test_an_event_loop_gets_errors_as_clients_are_told(reader: Reader, folder: Path) -> None:
+    cases: dict[str, tuple[type[Exception], str]] = {
+        "nowhere": (AdapterNotFoundError, "^no adapter found at nowhere: there is no such folder$"),
+        "../outside": (AdapterForbiddenError, "^../outside lies outside every adapter root"),
+        "unreadable": (AdapterRefusedError, "^unreadable: expected files that can be read, found Permission denied$"),
+        "memory": (AdapterCapacityError, "^memory: the host has too little memory left to load it$"),
+        "die": (AdapterCapacityError, "^die: the host has too little memory left to load it$"),
+        "crash": (RuntimeError, "was killed by signal 12 while it read crash"),
+        "wrong": (RuntimeError, "KeyError: 'a fault of ours'"),
+        "a\0b": (RequestError, "^path should be the path of an adapter's folder"),
+        "\ud800": (RequestError, "^path is not a path"),
+    }
+
+    async def fail(read: AdapterReading) -> None:
+        for sent, (kind, text) in cases.items():
+            with pytest.raises(kind, match=text):
+                await read.for_client(sent, "path")
+            assert (await read.for_client("demo-a", "path"))[1].facts.path == Path("demo-a")
+
+    for name in ("unreadable", "memory", "die", "crash", "wrong"):
+        (folder / name).mkdir(exist_ok=True)
+    with beside(reader, folder) as process:
+        asyncio.run(fail(AdapterReading(AdapterRoots([folder]), process)))
+        assert not process._gone
+
+
+def test_an_event_loop_is_not_told_of_what_nobody_waits_for(reader: Reader, folder: Path) -> None:
+    """A reader that died in between, and an answer whose asker was cancelled."""
+
+    async def read(process: ReadingProcess) -> None:
+        held = len(descriptors())
+        first = child_of(process.pid)
+        await process.for_client("demo-a", "path")
+        os.kill(first, signal.SIGKILL)
+        while child_of(process.pid) == first:
+            await asyncio.sleep(0.01)
+        assert (await process.for_client("demo-b", "path"))[1].facts.rank == 4
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(process.for_client("slow", "path"), 0.1)
+        assert (await process.for_client("demo-b", "path"))[1].facts.rank == 4
+        assert len(descriptors()) <= held + 2  # the loop's own
+
+    (folder / "slow").mkdir(exist_ok=True)
+    with beside(reader, folder) as process:
+        asyncio.run(read(process))
+
+
+def test_an_event_loop_reads_by_a_thread_what_nobody_beside_it_can(
+    reader: Reader, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A path longer than a message, and everything once the process is gone."""
+    winding = "demo-a/../" * 10_000 + "demo-b"
+
+    async def read(process: ReadingProcess) -> None:
+        reading = AdapterReading(AdapterRoots([folder]), process)
+        assert (await reading.for_client(winding, "path"))[1].facts.path == Path(winding)
+        assert (await reading.for_client("demo-a", "path"))[1].facts.rank == 8
+        assert not process._gone
+        os.kill(process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        for _ in range(2):
+            assert (await reading.for_client("demo-b", "path"))[1].facts.path == Path("demo-b")
+        assert process._gone
+        reading.close()
+
+    with beside(reader, folder) as process, caplog.at_level(logging.ERROR):
+        asyncio.run(read(process))
+    assert len([record for record in caplog.records if "is gone" in record.message]) == 1
+
+
+def test_an_adapter_of_which_much_is_to_be_told_comes_whole(reader: Reader, folder: Path) -> None:
+    many = tuple(f"a module that is not served, number {number}" for number in range(3000))
+
+    def told(path: Path, root: Path) -> PackedAdapter:
+        adapter = reader.packed(path, root)
+        return replace(adapter, facts=replace(adapter.facts, ignored_keys=many))
+
+    async def read(process: ReadingProcess) -> None:
+        assert (await process.for_client("demo-a", "path"))[1].facts.ignored_keys == many
+
+    with closing(ReadingProcess(told, roots=AdapterRoots([folder]))) as process:
+        assert process(folder / "demo-a", folder).facts.ignored_keys == many
+        asyncio.run(read(process))
