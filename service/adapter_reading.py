@@ -17,7 +17,7 @@ raises ``AdapterError``."""
 
 ANYWHERE = Path("/")
 
-Read = tuple[Path, KeptAdapter]
+Read = tuple[str, KeptAdapter]
 """The folder that a client meant, all links resolved, and the adapter in it."""
 
 
@@ -54,7 +54,7 @@ class ClientReader:
         folder, root = self._roots.resolve(sent, param)
         try:
             with told_to_clients(sent):
-                return folder, self._read(folder, root).at(Path(sent))
+                return str(folder), self._read(folder, root).at(Path(sent))
         except AdapterError as error:
             error.args = (str(error).replace(str(folder), sent),)
             raise

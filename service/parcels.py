@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import orjson
 import torch
 from torch import Tensor
 
@@ -36,7 +37,7 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 
 
-Content = KeptAdapter | tuple[Path, KeptAdapter] | Exception
+Content = KeptAdapter | tuple[str, KeptAdapter] | Exception
 """What is carried: an adapter, one with the folder that it was found in, or why there is none."""
 
 
@@ -70,7 +71,7 @@ def takes_long(letter: bytes) -> bool:
     return not told or int(count) > FEW_TENSORS
 
 
-def unpack(file: int, letter: bytes, path: Path, unmapping: Unmapping) -> tuple[Path, KeptAdapter]:
+def unpack(file: int, letter: bytes, path: Path, unmapping: Unmapping) -> tuple[str, KeptAdapter]:
     """The folder that was packed, or else ``path``, and the adapter that ``pack`` put into ``file``, whose tensors stay
     mapped while they live; closes ``file``.
 
@@ -79,17 +80,26 @@ def unpack(file: int, letter: bytes, path: Path, unmapping: Unmapping) -> tuple[
     size, _, text = letter.split(b" ", 2)
     end = int(size)
     try:
-        told = json.loads(text or os.pread(file, os.fstat(file).st_size - end, end))
+        told = _loaded(text or os.pread(file, os.fstat(file).st_size - end, end))
         memory = _map(file, end, unmapping) if end else None
     finally:
         os.close(file)
     if "error" in told:
         raise _error(**told)
-    folder = Path(found) if (found := told.pop("folder", None)) is not None else path
+    folder = told.pop("folder", None) or str(path)
     if "facts" not in told:
         return folder, _adapter(told, path, _reader(memory))
     assert memory is not None
     return folder, _packed(told, path, memory)
+
+
+def _loaded(text: bytes) -> dict[str, Any]:
+    """JSON of ours, quickly unless there is half a character in it, as there may be in a path."""
+    try:
+        told: dict[str, Any] = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        told = json.loads(text)
+    return told
 
 
 def _reader(memory: Mapped | None) -> Callable[..., Tensor]:
@@ -113,7 +123,7 @@ def _told(content: Content, tensors: "_Tensors") -> dict[str, Any]:
     """What JSON can say of ``content``; its tensors are added to ``tensors``."""
     match content:
         case (folder, adapter):
-            return {"folder": str(folder), **_told(adapter, tensors)}
+            return {"folder": folder, **_told(adapter, tensors)}
         case Adapter():
             return _told_adapter(content, tensors)
         case PackedAdapter():

@@ -2,11 +2,16 @@
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+PAUSE_S = 0.05
+"""So long memory waits for more of it: to wake a thread for each takes longer than to give it back."""
 
 
 class Mapped:
@@ -47,8 +52,14 @@ class Unmapping:
     def _work(self) -> None:
         opened, returned = True, 0
         while opened or returned < self._watched:
-            if (given := self._given.get()) is None:
-                opened = False
-            else:
-                _libc.munmap(*given)
-                returned += 1
+            given = [self._given.get()]
+            if opened:
+                time.sleep(PAUSE_S)
+            while not self._given.empty():
+                given.append(self._given.get())
+            for place in given:
+                if place is None:
+                    opened = False
+                else:
+                    _libc.munmap(*place)
+                    returned += 1

@@ -1,0 +1,121 @@
+"""What the process that reads adapters does: it starts readers, each as new as itself, and they read what is asked."""
+
+import ctypes
+import gc
+import logging
+import os
+import signal
+import socket
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from ..layer.adapter import KeptAdapter
+from . import parcels
+from .adapter_reading import Read
+
+log = logging.getLogger(__name__)
+
+NAME = b"moelet-adapters"
+LONGEST_MESSAGE = 1 << 16
+OOM_SCORE = b"500"
+"""Where the host runs out of memory, a load should fail and not the service."""
+NICENESS = 5
+"""Where there are few cores, forwards go first."""
+Work = Callable[[str, str], KeptAdapter | Read]
+"""What a question is answered by, of two texts."""
+_SET_DEATH_SIGNAL, _SET_NAME = 1, 15
+_LAST_OF_STDIO = 2
+_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that are meant for the service, and reach all of its group."""
+
+
+def fork() -> int:
+    """``os.fork``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which numpy's library has, and guards
+        return os.fork()
+
+
+def be(work: Callable[[], None], parent: int, connection: socket.socket) -> NoReturn:
+    """Be a process that does ``work`` over ``connection``, ends with its parent and hears of no signal for that."""
+    code = 1
+    try:
+        libc = ctypes.CDLL(None)
+        libc.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        libc.prctl(_SET_NAME, NAME)
+        for number in _IGNORED:
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else it could wait for none of its own
+        _close_others(connection.fileno())
+        if os.getppid() == parent:
+            work()
+        code = 0
+    except Exception:
+        log.exception("the process that reads adapters failed")
+    finally:
+        os._exit(code)
+
+
+def _close_others(kept: int) -> None:
+    """Close all that was inherited but stdio and ``kept``: the service's port would stay open behind it."""
+    for file in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
+        if file > _LAST_OF_STDIO and file != kept:
+            with suppress(OSError):  # the one that the listing itself was read through
+                os.close(file)
+
+
+def supervise(connection: socket.socket, works: Sequence[Work]) -> None:
+    """Start readers until one ends of itself: the service has closed its end of ``connection``, or the reader may not
+    do here what it has to. The service learns that from the end of this process."""
+    while True:
+        supervisor = os.getpid()
+        if (pid := fork()) == 0:
+            be(partial(_serve, connection, works), supervisor, connection)
+        _, status = os.waitpid(pid, 0)
+        if not os.WIFSIGNALED(status) or os.WTERMSIG(status) == signal.SIGSYS:
+            return
+        with suppress(ConnectionError):  # the next reader meets that as well, and ends in peace
+            connection.send(killed(os.WTERMSIG(status)))
+
+
+def killed(number: int) -> bytes:
+    """How a reader ended that was ended by a signal."""
+    return f"killed by signal {int(number)}".encode()
+
+
+def _serve(connection: socket.socket, works: Sequence[Work]) -> None:
+    """Read adapters until nobody can ask any more."""
+    gc.freeze()
+    _prefer_as_victim()
+    os.nice(NICENESS)
+    torch.set_num_threads(1)
+    trim = ctypes.CDLL(None).malloc_trim
+    while message := connection.recv(LONGEST_MESSAGE):
+        number, work, *what = message.split(b"\0")
+        file, letter = _outcome(partial(works[int(work)], *map(os.fsdecode, what)))
+        try:
+            socket.send_fds(connection, [b"%b %b" % (number, letter)], [file])
+        finally:
+            os.close(file)
+        trim(0)  # what an adapter took, which may be gigabytes, is the host's again
+
+
+def _outcome(work: Callable[[], KeptAdapter | Read]) -> tuple[int, bytes]:
+    """What ``work`` gives, or the error it ends in, as ``parcels.pack`` puts it."""
+    try:
+        return parcels.pack(work())
+    except Exception as error:  # noqa: BLE001 - whoever asked raises it
+        return parcels.pack(error)
+
+
+def _prefer_as_victim() -> None:
+    try:
+        Path("/proc/self/oom_score_adj").write_bytes(OOM_SCORE)
+    except OSError as error:
+        log.debug("the kernel cannot be told to spare the service: %s", error)
