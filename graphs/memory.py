@@ -116,26 +116,29 @@ class PinnedBuffer(_Allocation):
 
 def copy_to_device(target: int, source: int, num_bytes: int, stream: Stream, work: Work | None = None) -> None:
     """Copy pinned host memory to the device, in stream order; ``work`` declares it, which a capture demands."""
-    _issue(stream, work, driver.cuMemcpyHtoDAsync, target, source, num_bytes, stream.handle)
+    call(driver.cuMemcpyHtoDAsync, target, source, num_bytes, stream.handle)
+    _note(stream, work)
 
 
 def copy_to_host(target: int, source: int, num_bytes: int, stream: Stream, work: Work | None = None) -> None:
     """Copy device memory to pinned host memory, in stream order; ``work`` as for ``copy_to_device``."""
-    _issue(stream, work, driver.cuMemcpyDtoHAsync, target, source, num_bytes, stream.handle)
+    call(driver.cuMemcpyDtoHAsync, target, source, num_bytes, stream.handle)
+    _note(stream, work)
 
 
 def copy_on_device(target: int, source: int, num_bytes: int, stream: Stream, work: Work | None = None) -> None:
     """Copy device memory to device memory, in stream order; ``work`` as for ``copy_to_device``."""
-    _issue(stream, work, driver.cuMemcpyDtoDAsync, target, source, num_bytes, stream.handle)
+    call(driver.cuMemcpyDtoDAsync, target, source, num_bytes, stream.handle)
+    _note(stream, work)
 
 
 def fill(target: int, byte: int, num_bytes: int, stream: Stream, work: Work | None = None) -> None:
     """Set ``num_bytes`` bytes of device memory, in stream order; ``work`` as for ``copy_to_device``."""
-    _issue(stream, work, driver.cuMemsetD8Async, target, byte, num_bytes, stream.handle)
+    call(driver.cuMemsetD8Async, target, byte, num_bytes, stream.handle)
+    _note(stream, work)
 
 
-def _issue(stream: Stream, work: Work | None, function: Any, *args: Any) -> None:
-    call(function, *args)
+def _note(stream: Stream, work: Work | None) -> None:
     if stream.tracer is not None:
         stream.tracer(work)
 
@@ -150,4 +153,5 @@ def copy_rows_to_device(
     copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
     copy.dstDevice, copy.dstPitch = target, target_pitch
     copy.WidthInBytes, copy.Height = width, height
-    _issue(stream, None, driver.cuMemcpy2DAsync, copy, stream.handle)
+    call(driver.cuMemcpy2DAsync, copy, stream.handle)
+    _note(stream, None)
