@@ -18,11 +18,16 @@ from .pool import Variant
 from .streams import Event, Stream, Streams
 from .transfer import Transfer, plan_transfer
 
-DIRECT_BYTES_BESIDE = 256 << 10
-"""The largest output that the last kernel itself writes over the bus where another forward is queued behind or ahead.
+DIRECT_BYTES_ALONE = 1 << 40
+"""The largest output of a forward alone that its last kernel itself writes over the bus: of all that have a block.
 
-Until it has, no next kernel starts. Of so many bytes that takes about as long as the copies within the device that it
-saves; of more, those are shorter, and a stream of their own has them cross the bus.
+A copy crosses the bus no faster, begins only when that kernel has ended, and is one call more.
+"""
+DIRECT_BYTES_BESIDE = 256 << 10
+"""The same of a forward that is begun while another computes, whose bus time the next one would wait for.
+
+Of so many bytes that takes about as long as the copy within the device that it saves; of more, that copy is shorter,
+and a stream of its own has the output cross the bus.
 """
 
 
@@ -142,7 +147,7 @@ class Staging:
             self._place = (self._place + 1) % len(self._inputs)
         fits = self._detour is not None and self._detour.holds(transfer.in_bytes, transfer.out_bytes)
         self._crossing = self._detour if beside and fits else None
-        direct = direct and (not beside or transfer.out_bytes <= DIRECT_BYTES_BESIDE)
+        direct = direct and transfer.out_bytes <= (DIRECT_BYTES_BESIDE if beside else DIRECT_BYTES_ALONE)
         self._written = self._kept.take(transfer.out_bytes) if direct else None
         output = 0 if self._written is None else self._written.device
         source = self._inputs[self._place].pointer

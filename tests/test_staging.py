@@ -140,16 +140,18 @@ def test_what_a_kernel_writes_to_where_it_is_kept_is_not_copied(way: Way) -> Non
         assert out == [*([] if way.keeps and direct else copied), "cuEventRecord"]
 
 
-def test_beside_another_only_a_small_output_is_written_by_a_kernel(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("beside", [True, False], ids=["beside", "alone"])
+def test_an_output_too_large_to_be_written_by_a_kernel_is_copied(
+    way: Way, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is a limit for forwards beside others, and one for those alone."""
     num_bytes = TOKENS * way.geometry.output_stride * 2
     for most, direct in ((num_bytes, True), (num_bytes - 1, False)):
-        monkeypatch.setattr(staging_module, "DIRECT_BYTES_BESIDE", most)
-        way.written.clear()
-        assert way.is_that_of(way.begin(5, beside=True).result(), 5)
-        assert bool(way.written) == (way.keeps and direct)
-        way.written.clear()
-        assert way.is_that_of(way.begin(6).result(), 6)
-        assert bool(way.written) == way.keeps, "a forward alone holds up no other"
+        monkeypatch.setattr(staging_module, f"DIRECT_BYTES_{'BESIDE' if beside else 'ALONE'}", most)
+        for now in (True, False):
+            way.written.clear()
+            assert way.is_that_of(way.begin(5, beside=now).result(), 5)
+            assert bool(way.written) == (way.keeps and (direct or now is not beside))
 
 
 def test_the_memory_is_taken_until_the_output_is(way: Way) -> None:
