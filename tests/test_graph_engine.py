@@ -1,5 +1,7 @@
 """The GPU engine over the fake driver: what a forward asks of the driver, what it refuses first, and what it runs."""
 
+# ruff: noqa: ARG002 (the signatures are the driver's)
+
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -9,19 +11,30 @@ import numpy as np
 import pytest
 import torch
 
+from fake_driver import ok
 from fake_layer import LayerDriver, SourceKernels
 
 pytest.importorskip("cuda.bindings.driver")
 
 from moelet.graphs import engine as engine_module
 from moelet.graphs.buffers import LAYER_ARGS
+from moelet.graphs.driver import driver
 from moelet.graphs.engine import GraphEngine, GraphOptions
+from moelet.graphs.program import Plan
 from moelet.layer.errors import LayerNotServedError, RequestError
 from moelet.layer.spec import LayerSpec
 from random_layers import model_of, random_batch, random_weights
 
 SPEC = LayerSpec(index=0, hidden_size=128, intermediate_size=64, num_experts=4, top_k=2)
-OPTIONS = {"max_loras": 2, "max_lora_rank": 8, "decode_shapes": (4, 8), "max_decode_tokens": 8, "max_eager_tokens": 16}
+OPTIONS: dict[str, Any] = {
+    "max_loras": 2,
+    "max_lora_rank": 8,
+    "decode_shapes": (4, 8),
+    "max_decode_tokens": 8,
+    "max_eager_tokens": 16,
+    "plan": Plan.SINGLE_STREAM,
+}
+"""Under this plan a graph with adapters has more kernels than one without."""
 
 
 class LoadedKernels(SourceKernels):
@@ -38,18 +51,29 @@ class LoadedKernels(SourceKernels):
 
 
 class Driver(LayerDriver):
-    """The fake driver, with the head that each graph was launched behind; other forwards launch kernels one by one."""
+    """The fake driver, with what each launch of a graph found: the head, and how many kernels the graph has.
+
+    Forwards that are not captured launch kernels one by one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.input = 0
         self.heads: list[np.void] = []
+        self.kernels: dict[int, int] = {}
+        self.launched: list[int] = []
 
     def cuMemcpyHtoDAsync(self, target: Any, source: Any, num_bytes: int, stream: Any) -> Any:
         self.input = int(target)
         return super().cuMemcpyHtoDAsync(target, source, num_bytes, stream)
 
+    def cuGraphInstantiate(self, graph: Any, flags: Any) -> Any:
+        executable = self.handle()
+        self.kernels[executable] = self.nodes.count("KERNEL")
+        return ok(driver.CUgraphExec(executable))
+
     def cuGraphLaunch(self, executable: Any, stream: Any) -> Any:
+        self.launched.append(self.kernels[int(executable)])
         self.heads.append(np.frombuffer(ctypes.string_at(self.input, LAYER_ARGS.itemsize), LAYER_ARGS)[0])
         return super().cuGraphLaunch(executable, stream)
 
@@ -72,15 +96,15 @@ class Opened:
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
     monkeypatch.setattr(engine_module, "Kernels", LoadedKernels)
-    driver = Driver()
-    driver.install(monkeypatch)
+    fake = Driver()
+    fake.install(monkeypatch)
     engine = GraphEngine(model_of(SPEC), GraphOptions(**OPTIONS))
     engine.add_layer(0, random_weights(SPEC))
     engine.start()
-    yield Opened(engine, driver)
+    yield Opened(engine, fake)
     engine.close()
-    assert driver.allocations == {}
-    assert driver.events == {}
+    assert fake.allocations == {}
+    assert fake.events == {}
 
 
 ALONE = [
@@ -102,6 +126,13 @@ def test_a_forward_alone_is_one_copy_one_launch_and_one_event(opened: Opened, sl
     assert first["num_tokens"] == second["num_tokens"] == 4
     assert first["output"] != 0 != second["output"]
     assert first["gate_up"] != 0 != first["lora"]
+
+
+def test_only_a_batch_with_adapters_runs_with_them(opened: Opened) -> None:
+    for slots in (None, [-1] * 4, [-1, -1, -1, 1]):
+        opened.calls(token_slots=None if slots is None else torch.tensor(slots, dtype=torch.int32))
+    base, none, some = opened.driver.launched
+    assert base == none < some
 
 
 def test_outputs_that_are_held_are_written_apart(opened: Opened) -> None:
