@@ -169,8 +169,7 @@ class Staging:
 
     def begin_receive(self, transfer: Transfer, stream: Stream) -> Arrival:
         """Start the copy back of the forward that was sent last, unless its last kernel writes to where it is kept."""
-        tokens, num_bytes = transfer.num_tokens, transfer.out_bytes
-        written, self._written = self._written, None
+        tokens, num_bytes, written = transfer.num_tokens, transfer.out_bytes, self._written
         block = written or self._kept.take(num_bytes)
         if block is not None:
             target = block.host

@@ -150,11 +150,15 @@ def test_what_stays_unfinalized_takes_no_place_for_an_output(opened: Opened) -> 
 
 
 def test_more_tokens_than_run_at_once_run_in_parts(opened: Opened) -> None:
-    """Each part by what its own tokens need: those of the first have no adapter."""
+    """Each part by what its own tokens need: the first is not captured, and of the second not all have an adapter."""
     batch = random_batch(SPEC, 20)
-    slots = torch.tensor([-1] * 16 + [0, -1, -1, -1], dtype=torch.int32)
-    assert opened.engine.forward(replace(batch, token_slots=slots)).shape == (20, 128)
-    assert [int(head["num_tokens"]) for head in opened.driver.heads] == [4], "the first part is not captured"
+    for adapted in (19, 0):
+        slots = torch.full((20,), -1, dtype=torch.int32)
+        slots[adapted] = 1
+        assert opened.engine.forward(replace(batch, token_slots=slots)).shape == (20, 128)
+    assert [int(head["num_tokens"]) for head in opened.driver.heads] == [4, 4]
+    some, base = opened.driver.launched
+    assert some > base
     with pytest.raises(RequestError, match="token_slots"):
         opened.engine.forward(replace(batch, token_slots=torch.full((20,), 2, dtype=torch.int32)))
 
