@@ -16,8 +16,9 @@ from ..layer.weights import LayerWeights
 from .adapters import AdapterSlots, SlotBank
 from .compiler import check_driver
 from .driver import Device, open_device
+from .fetching import Fetching
 from .geometry import Geometry
-from .kernels import Kernels
+from .kernels import Kernels, fetch
 from .limits import check_limits
 from .memory import DeviceBuffer
 from .plan_choice import Choice, choose
@@ -111,6 +112,7 @@ class GraphEngine:
         geometries = list({layer.geometry: None for layer in self._layers.values()})
         self._memory = arena_memory(geometries, self._shapes, self._options.eager_tokens)
         self._memory.fill(0, self._streams.main)
+        fetching = Fetching(self._kernels.get(fetch()), self._streams.main, self._device.sm_count)
         for geometry in geometries:
             self._capture(geometry, self._memory, progress)
             self._stagings[geometry] = Staging(
@@ -120,6 +122,7 @@ class GraphEngine:
                 depth=self.depth,
                 enter=self._device.make_current,
                 streams=self._streams,
+                fetching=fetching,
             )
         found = {each: ways(self._pools[each], self._stagings[each]) for each in geometries}
         for index, layer in self._layers.items():

@@ -84,12 +84,13 @@ class DeviceBuffer(_Allocation):
 
 
 class PinnedBuffer(_Allocation):
-    """Page-locked host memory that the GPU copies from and to without staging."""
+    """Page-locked host memory that the GPU copies from and to as it is; kernels know it by ``device_pointer``."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(num_bytes)
-        flags = int(driver.CU_MEMHOSTALLOC_PORTABLE)
+        flags = int(driver.CU_MEMHOSTALLOC_PORTABLE) | int(driver.CU_MEMHOSTALLOC_DEVICEMAP)
         self._address = int(call(driver.cuMemHostAlloc, num_bytes, flags))
+        self.device_pointer = int(call(driver.cuMemHostGetDevicePointer, self._address, 0))
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> Tensor:
         """A torch view of part of the buffer, no copy; it must not outlive the buffer."""

@@ -1,7 +1,8 @@
-"""A forward's way onto the GPU and back: one pinned block and a copy in, and out one that a kernel or a copy fills."""
+"""A forward's way onto the GPU and back: a pinned block that a copy or a kernel reads, and one that either fills."""
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,6 +12,7 @@ from ..layer.engine import LayerBatch
 from .arena import Arena
 from .buffers import FORWARD_ARGS, LAYER_ARGS, InputLayout, RoutingInput
 from .detour import Detour
+from .fetching import Fetching
 from .geometry import Geometry
 from .memory import PinnedBuffer, copy_to_device, copy_to_host
 from .outputs import Block, OutputBlocks
@@ -29,6 +31,8 @@ DIRECT_BYTES_BESIDE = 256 << 10
 Of so many bytes that takes about as long as the copy within the device that it saves; of more, that copy is shorter,
 and a stream of its own has the output cross the bus.
 """
+FETCHED_BYTES = 512 << 10
+"""The largest input of a forward alone that a kernel brings; of more, a copy is the faster."""
 
 
 def routing_input(batch: LayerBatch) -> RoutingInput:
@@ -101,9 +105,11 @@ class Staging:
         depth: int = 1,
         enter: Callable[[], None] | None = None,
         streams: Streams | None = None,
+        fetching: Fetching | None = None,
     ) -> None:
         self.geometry = geometry
         self._enter = enter
+        self._fetching = fetching
         in_bytes = max(InputLayout(geometry, max_tokens, routing).total_bytes for routing in RoutingInput)
         self._inputs = [PinnedBuffer(in_bytes) for _ in range(depth)]
         self._outputs = [PinnedBuffer(max(max_tokens * geometry.output_stride * 2, 2)) for _ in range(depth)]
@@ -126,7 +132,12 @@ class Staging:
 
     def transfer(self, variant: Variant, arena: Arena, num_tokens: int) -> Transfer:
         """What ``send`` and ``receive`` are told of forwards of ``num_tokens`` by ``variant`` in ``arena``."""
-        return plan_transfer(self.geometry, variant, arena, num_tokens)
+        planned = plan_transfer(self.geometry, variant, arena, num_tokens)
+        if self._fetching is None or planned.in_bytes > FETCHED_BYTES:
+            return planned
+        sizes = planned.input, planned.in_bytes
+        fetches = [self._fetching.prepare(block.device_pointer, *sizes) for block in self._inputs]
+        return replace(planned, fetches=tuple(fetches))
 
     def send(
         self,
@@ -138,7 +149,7 @@ class Staging:
         beside: bool = False,
         direct: bool = False,
     ) -> None:
-        """Write ``batch``, which was checked, behind the layer's ``head`` and start the one copy to the GPU.
+        """Write ``batch``, which was checked, behind the layer's ``head``, and have it brought to the GPU.
 
         ``beside``: a forward computes meanwhile. ``direct``: the last kernel may write the output to where it is kept,
         and ``begin_receive`` follows, once it was launched. Fewer than ``depth`` may be under way.
@@ -160,6 +171,8 @@ class Staging:
         ctypes.memmove(source + transfer.hidden.offset, hidden.data_ptr(), transfer.hidden.num_bytes)
         if self._crossing is not None:
             self._crossing.bring(self._place, transfer.input, source, transfer.in_bytes)
+        elif transfer.fetches:
+            transfer.fetches[self._place].launch()
         else:
             copy_to_device(transfer.input, source, transfer.in_bytes, stream)
 

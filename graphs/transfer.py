@@ -6,6 +6,7 @@ from typing import NamedTuple
 from .arena import Arena
 from .buffers import InputLayout
 from .geometry import Geometry
+from .kernel import PreparedLaunch
 from .pool import Variant
 
 
@@ -22,7 +23,8 @@ class Transfer:
     """What forwards of ``num_tokens`` tokens through one arena have in common; nothing of it depends on the layer.
 
     ``input`` and ``output`` are device addresses, ``in_bytes`` and ``out_bytes`` what crosses the bus. ``pieces`` are
-    the tensors to write, but for ``hidden``, which may need padding.
+    the tensors to write, but for ``hidden``, which may need padding. ``fetches`` bring the input by a kernel, one for
+    each block of pinned memory that it may be in; none where a copy is to.
     """
 
     num_tokens: int
@@ -32,6 +34,7 @@ class Transfer:
     output: int
     in_bytes: int
     out_bytes: int
+    fetches: tuple[PreparedLaunch, ...] = ()
 
 
 def plan_transfer(geometry: Geometry, variant: Variant, arena: Arena, num_tokens: int) -> Transfer:

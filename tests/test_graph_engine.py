@@ -3,6 +3,7 @@
 # ruff: noqa: ARG002 (the signatures are the driver's)
 
 import ctypes
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from fake_layer import LayerDriver, SourceKernels
 pytest.importorskip("cuda.bindings.driver")
 
 from moelet.graphs import engine as engine_module
+from moelet.graphs import staging
 from moelet.graphs.buffers import LAYER_ARGS
 from moelet.graphs.driver import driver
 from moelet.graphs.engine import GraphEngine, GraphOptions
@@ -58,10 +60,24 @@ class Driver(LayerDriver):
 
     def __init__(self) -> None:
         super().__init__()
-        self.input = 0
+        self.input = self.fetch = 0
         self.heads: list[np.void] = []
         self.kernels: dict[int, int] = {}
         self.launched: list[int] = []
+
+    def cuModuleGetFunction(self, module: Any, name: Any) -> Any:
+        code, function = super().cuModuleGetFunction(module, name)
+        if name == b"fetch":
+            self.fetch = int(function)
+        return code, function
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: Any) -> Any:
+        result = super().cuLaunchKernelEx(config, function, parameters, extra)
+        if int(function) == self.fetch:
+            source, self.input, lanes = struct.unpack("<QQi", self.launches[-1][1])
+            assert config.gridDimX * config.blockDimX >= lanes
+            ctypes.memmove(self.input, source, 16 * lanes)
+        return result
 
     def cuMemcpyHtoDAsync(self, target: Any, source: Any, num_bytes: int, stream: Any) -> Any:
         self.input = int(target)
@@ -109,7 +125,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
 
 ALONE = [
     "cuCtxSetCurrent",
-    "cuMemcpyHtoDAsync",
+    "cuLaunchKernelEx",
     "cuGraphLaunch",
     "cuEventRecord",
     "cuCtxSetCurrent",
@@ -118,7 +134,7 @@ ALONE = [
 
 
 @pytest.mark.parametrize("slots", [None, [-1] * 4, [0, -1, 1, 0]], ids=["none", "none of any", "some"])
-def test_a_forward_alone_is_one_copy_one_launch_and_one_event(opened: Opened, slots: list[int] | None) -> None:
+def test_a_forward_alone_is_a_fetch_a_graph_and_an_event(opened: Opened, slots: list[int] | None) -> None:
     sent = None if slots is None else torch.tensor(slots, dtype=torch.int32)
     assert opened.calls(token_slots=sent) == ALONE
     assert opened.calls(topk_ids=None, topk_weights=None, token_slots=sent) == ALONE
@@ -133,6 +149,26 @@ def test_only_a_batch_with_adapters_runs_with_them(opened: Opened) -> None:
         opened.calls(token_slots=None if slots is None else torch.tensor(slots, dtype=torch.int32))
     base, none, some = opened.driver.launched
     assert base == none < some
+
+
+@pytest.mark.parametrize("fetched", [True, False], ids=["fetched", "copied"])
+def test_a_large_input_is_copied(opened: Opened, fetched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_bytes = 256 * 4 + 4 * 256  # head, slots, ids and weights take 256 bytes each
+    monkeypatch.setattr(staging, "FETCHED_BYTES", num_bytes if fetched else num_bytes - 1)
+    assert opened.calls()[1] == ("cuLaunchKernelEx" if fetched else "cuMemcpyHtoDAsync")
+    [head] = opened.driver.heads
+    assert head["num_tokens"] == 4
+    hidden = random_batch(SPEC, 4).hidden_states
+    assert ctypes.string_at(opened.driver.input + 1024, hidden.nbytes) == hidden.view(torch.int16).numpy().tobytes()
+
+
+def test_a_forward_beside_another_is_brought_by_the_detour(opened: Opened) -> None:
+    ahead = opened.engine.begin(random_batch(SPEC, 3))
+    assert "cuLaunchKernelEx" not in opened.calls()
+    assert [int(head["num_tokens"]) for head in opened.driver.heads][:1] == [3]
+    ahead.result()
+    assert opened.calls()[1] == "cuLaunchKernelEx"
+    assert opened.driver.heads[-1]["num_tokens"] == 4
 
 
 def test_outputs_that_are_held_are_written_apart(opened: Opened) -> None:

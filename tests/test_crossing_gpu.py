@@ -1,4 +1,4 @@
-"""Outputs that the last kernel writes to host memory itself, on a real GPU: bit for bit those that are copied there."""
+"""What kernels bring from host memory and write there, on a real GPU: bit for bit what copies would have brought."""
 
 # ruff: noqa: F401, F811 (fixtures are imported, and asked for by name)
 
@@ -17,6 +17,8 @@ from gpu_engines import Gpu, GpuLayer, gpu, opened_engine, same_bits
 from moelet.graphs import staging as staging_module
 from moelet.graphs.buffers import RoutingInput
 from moelet.graphs.engine import GraphEngine
+from moelet.graphs.fetching import Fetching
+from moelet.graphs.kernels import fetch
 from moelet.graphs.pool import Runnable
 from moelet.graphs.program import Plan
 from moelet.graphs.staging import Arrival, Staging
@@ -34,6 +36,34 @@ FEW_EXPERTS = LayerSpec(index=0, hidden_size=640, intermediate_size=136, num_exp
 MOST = 300
 LATE = 20_000_000
 """Cycles: about ten milliseconds."""
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 64, 80, 300])
+def test_fetched_and_copied_are_the_same_bits(gpu: Gpu, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole input block, padding of rows included, through both blocks of pinned memory."""
+    layer = layer_of(gpu, SMALL)
+    main, shape = gpu.streams.main, MOST
+    fetching = Fetching(gpu.kernels.get(fetch()), main, gpu.device.sm_count)
+    staging = Staging(layer.geometry, MOST, depth=2, fetching=fetching)
+    runnable = layer.runnable(shape)
+    for number in range(3):
+        batch = random_batch(SMALL, tokens, seed=number, slots=[0, -1, 1], drop=0.1)
+        read = []
+        for most in (0, 1 << 30):
+            monkeypatch.setattr(staging_module, "FETCHED_BYTES", most)
+            transfer = staging.transfer(runnable.variant, runnable.arena, tokens)
+            assert bool(transfer.fetches) == (most > 0)
+            layer.poison()
+            staging.send(batch, layer.resident.head, transfer, main)
+            main.synchronize()
+            read.append(runnable.arena.read("input"))
+        copied, fetched = read
+        assert torch.equal(copied, fetched)
+        assert not (fetched[: transfer.in_bytes] == 0xFF).all()
+        assert (fetched[transfer.in_bytes :] == 0xFF).all(), "no more than that"
+        staging.begin_receive(transfer, main)  # is not waited for: the next is sent from the other block
+    main.synchronize()
+    staging.close()
 
 
 @contextmanager
