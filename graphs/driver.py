@@ -110,17 +110,16 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
 
     Raises ``EngineFailedError`` for an error that only a new process recovers from, else ``DriverError``.
     """
-    result = function(*args)
-    if result[0] != 0:
-        raise failure(result[0], function.__name__)
-    return result[1] if len(result) == 2 else result[1:] or None
+    return check(function(*args), function.__name__)
 
 
 def check(result: tuple[Any, ...], call_name: str) -> Any:
     """The values of a driver call's ``result`` tuple; raises as ``call`` does."""
     if result[0] != 0:
         raise failure(result[0], call_name)
-    return result[1] if len(result) == 2 else result[1:] or None
+    if len(result) == 2:
+        return result[1]
+    return result[1:] or None
 
 
 def failure(code: Any, call_name: str) -> EngineError:
