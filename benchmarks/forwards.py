@@ -17,6 +17,7 @@ from moelet.graphs.pool import EAGER_PLAN, GraphPool, Variant
 from moelet.graphs.program import Plan, Program
 from moelet.graphs.residency import ResidentLayer
 from moelet.graphs.staging import Staging
+from moelet.graphs.transfer import Transfer
 from moelet.layer.adapter import Adapter
 from moelet.layer.engine import LayerBatch
 from moelet.layer.spec import LayerSpec
@@ -92,6 +93,7 @@ class _Part:
     weights: WeightSet
     pool: GraphPool
     arena: Arena
+    transfer: Transfer
     program: Program
 
 
@@ -134,9 +136,10 @@ class Forwards:
         built = pool.build(variant, self._plan, captured=False)
         main = rig.streams.main
         built.arena.poison(main)
-        self._staging.send(batch, weights.layer.args, variant, built.arena, main)
+        transfer = self._staging.transfer(variant, built.arena, tokens)
+        self._staging.send(batch, weights.layer.head, transfer, main)
         main.synchronize()
-        return _Part(batch, weights, pool, built.arena, built.program)
+        return _Part(batch, weights, pool, built.arena, transfer, built.program)
 
     @property
     def count(self) -> int:
@@ -170,10 +173,7 @@ class Forwards:
     def outputs(self) -> list[Tensor]:
         """The output of each forward after a replay, bf16 ``[T, H]`` on the host."""
         main, staging = self._rig.streams.main, self._staging
-        return [
-            torch.cat([staging.receive(part.batch.num_tokens, part.arena, main) for part in parts])
-            for parts in self._parts
-        ]
+        return [torch.cat([staging.receive(part.transfer, main) for part in parts]) for parts in self._parts]
 
     def close(self) -> None:
         """Free graphs and memory."""

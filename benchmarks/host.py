@@ -1,9 +1,10 @@
 """Times a forward as a client of the engine meets it: hidden states in host memory to output in host memory.
 
-``GraphEngine.forward`` is called over batches and layers in turn, so that L2 serves no weights, and timed by the
-host's clock around each call; beside it stands the time of the graph alone, measured as ``bench layer`` does under the
-plan that the engine chose. The difference is copies, launch and Python. ``ahead`` is the time for each when every call
-is begun before the one ahead of it is waited for, as the service does under load.
+``GraphEngine`` is called over batches and layers in turn, so that L2 serves no weights, and timed by the host's clock
+around each call; beside it stands the time of the graph alone, measured as ``bench layer`` does under the plan that the
+engine chose. The difference is copies, launch and Python. ``begin`` is the part of a call until the forward was begun,
+and ``ahead`` the time for each when every call is begun before the one ahead of it is waited for, as the service does
+under load.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from .workload import Routing, Workload, on_host, random_batches
 
 TOKENS = (1, 16, 64, 256)
 WARM_UP = 8
-TABLE = Table("T:5 LoRA:13 host:8 p10:8 p90:8 graph:8 beside:8 ahead:8 plan:23")
+TABLE = Table("T:5 LoRA:13 host:8 p10:8 p90:8 begin:8 graph:8 beside:8 ahead:8 plan:23")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,15 +74,18 @@ def install(engine: GraphEngine, sets: Sequence[WeightSet]) -> None:
         engine.install_adapter(slot, on_host(replace(adapter, layers=layers)))
 
 
-def host_times(engine: GraphEngine, batches: Sequence[LayerBatch], calls: int) -> list[float]:
-    """Microseconds of each of ``calls`` calls of the engine, over ``batches`` in turn."""
-    times = []
+def host_times(engine: GraphEngine, batches: Sequence[LayerBatch], calls: int) -> tuple[list[float], list[float]]:
+    """Microseconds of each of ``calls`` calls of the engine, over ``batches`` in turn: whole, and until begun."""
+    times, begins = [], []
     for number in range(WARM_UP + calls):
         batch = batches[number % len(batches)]
         start = time.perf_counter()
-        engine.forward(batch)
+        forward = engine.begin(batch)
+        begun = time.perf_counter()
+        forward.result()
         times.append((time.perf_counter() - start) * 1e6)
-    return times[WARM_UP:]
+        begins.append((begun - start) * 1e6)
+    return times[WARM_UP:], begins[WARM_UP:]
 
 
 def time_ahead(engine: GraphEngine, batches: Sequence[LayerBatch], calls: int) -> float:
@@ -110,7 +114,8 @@ def measured(
     spec, geometry = sets[0].spec, sets[0].layer.geometry
     batches = random_batches(spec, workload, forwards_per_graph(spec, workload.num_tokens), geometry.max_loras)
     layered = [replace(batch, layer=index % len(sets)) for index, batch in enumerate(batches)]
-    calls = Timing.of(host_times(engine, layered, chosen.calls))
+    times, begins = host_times(engine, layered, chosen.calls)
+    calls = Timing.of(times)
     ahead = time_ahead(engine, layered, chosen.calls)
     forwards = Forwards(rig, geometry, workload, plan_of(engine, workload), sets, batches)
     replay = partial(forwards.capture().launch, rig.streams.main)
@@ -123,6 +128,7 @@ def measured(
         "adapters": workload.adapters,
         "calls": chosen.calls,
         **calls.row(),
+        "begin_us": round(Timing.of(begins).median, 2),
         "graph_us": round(graph.median, 2),
         "beside_graph_us": round(calls.median - graph.median, 2),
         "ahead_us": round(ahead, 2),
@@ -134,7 +140,8 @@ def measured(
 def line(row: Row) -> str:
     """A row of the table on the terminal."""
     lora = f"r{row['rank']} x{row['adapters']}" if row["rank"] else None
-    times = [fixed(row[name]) for name in ("us", "p10_us", "p90_us", "graph_us", "beside_graph_us", "ahead_us")]
+    names = ("us", "p10_us", "p90_us", "begin_us", "graph_us", "beside_graph_us", "ahead_us")
+    times = [fixed(row[name]) for name in names]
     return TABLE.line([row["tokens"], lora, *times, row["plan"]])
 
 

@@ -47,6 +47,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int column = (blockIdx.y * kThreads + threadIdx.x) * kColumns;
     const int choices = top_k + num_shared;
     const bool real = token < layer->num_tokens && column < hidden_stride;
+    bf16* const target = layer->output_or(out);
     const bool has_adapter = LORA && token_slots[token] >= 0;
     Sum sum;
     for (int first = 0; first < choices; first += kBatch) {
@@ -77,5 +78,5 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             if (place[i] >= 0) sum.add(weight[i], rows[i].total());
     }
     if (!real) return;
-    *reinterpret_cast<uint4*>(out + int64_t(token) * hidden_stride + column) = sum.packed();
+    *reinterpret_cast<uint4*>(target + int64_t(token) * hidden_stride + column) = sum.packed();
 }

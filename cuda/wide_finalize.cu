@@ -53,6 +53,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     grid_dependency_wait();
     grid_dependency_launch();
     const int choices = top_k + num_shared;
+    bf16* const target = layer->output_or(out);
     const int parts = ceil_div(hidden_stride, kThreads * kColumns);
     const int num_items = layer->num_tokens * parts;
     Choices next{places, topk_weights, shared_weights, top_k, choices};
@@ -73,6 +74,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             held.load(now, down, column, rows);
             held.add_to(sum, now);
         }
-        *reinterpret_cast<uint4*>(out + int64_t(token) * hidden_stride + column) = sum.packed();
+        *reinterpret_cast<uint4*>(target + int64_t(token) * hidden_stride + column) = sum.packed();
     }
 }

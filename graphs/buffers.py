@@ -1,7 +1,9 @@
 """Structs shared with the kernels, the block that carries a forward's inputs, and the buffers of a captured shape."""
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
+from struct import Struct
 
 import numpy as np
 import torch
@@ -24,9 +26,12 @@ LAYER_POINTERS = (
     "lora",
 )
 LAYER_ARGS = np.dtype(
-    [(name, np.uint64) for name in LAYER_POINTERS] + [("num_tokens", np.int32), ("reserved", np.int32, 3)], align=True
+    [(name, np.uint64) for name in (*LAYER_POINTERS, "output")] + [("num_tokens", np.int32), ("reserved", np.int32)],
+    align=True,
 )
-"""Twin of ``LayerArgs`` in cuda/common/layer_args.cuh."""
+"""Twin of ``LayerArgs`` in cuda/common/layer_args.cuh: what names the layer, and behind it what names a forward."""
+FORWARD_ARGS = Struct("<Qi4x")
+"""The part of ``LAYER_ARGS`` behind ``LAYER_POINTERS``."""
 LORA_ENTRY = np.dtype(
     [("rank", np.int32, 3), ("scaling", np.float32, 3), ("shared_a", np.int32), ("shared_b", np.int32)], align=True
 )
@@ -71,16 +76,16 @@ class InputLayout:
             self._add("router_logits", torch.float32, (num_tokens, geometry.num_experts))
         self._add("hidden_states", torch.bfloat16, (num_tokens, geometry.hidden_stride))
         self.total_bytes = self._end
-        self._row_bytes = geometry.hidden_stride * 2
 
     def _add(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         self.fields[name] = InputField(self._end, dtype, shape)
         num_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         self._end = round_up(self._end + num_bytes, INPUT_ALIGNMENT)
 
-    def used_bytes(self, num_tokens: int) -> int:
-        """Bytes to copy for a batch of ``num_tokens``."""
-        return self.fields["hidden_states"].offset + num_tokens * self._row_bytes
+    def bytes_of(self, name: str, num_tokens: int) -> int:
+        """Bytes that ``num_tokens`` take of field ``name``, from its offset on."""
+        field = self.fields[name]
+        return num_tokens * math.prod(field.shape[1:]) * field.dtype.itemsize
 
 
 def plan_buffers(geometry: Geometry, num_tokens: int, *, lora: bool, apart: bool = True) -> ArenaPlan:

@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +16,16 @@ from ..layer.weights import LayerWeights
 from .adapters import AdapterSlots, SlotBank
 from .compiler import check_driver
 from .driver import Device, open_device
+from .fetching import Fetching
 from .geometry import Geometry
-from .kernels import Kernels
+from .kernels import Kernels, fetch
 from .limits import check_limits
 from .memory import DeviceBuffer
 from .plan_choice import Choice, choose
-from .pool import EAGER_PLAN, GraphPool, Runnable, arena_memory
+from .pool import EAGER_PLAN, GraphPool, arena_memory
 from .program import Plan
 from .residency import ResidentLayer, router_matrix
+from .served import Served, ways
 from .staging import Arrival, Staging, routing_input
 from .streams import Events, Streams
 from .unfinalized import Unfinalized, read_unfinalized
@@ -66,14 +68,6 @@ class GraphOptions:
         return max(self.max_eager_tokens, self.max_decode_tokens + 1)
 
 
-class _Served(NamedTuple):
-    """A layer with what runs it: found by its number, since hashing a geometry would cost each forward microseconds."""
-
-    layer: ResidentLayer
-    pool: GraphPool
-    staging: Staging
-
-
 class GraphEngine:
     """``Engine`` over captured CUDA graphs on GPU ``ordinal``; see ``layer/engine.py`` for the calls.
 
@@ -98,7 +92,7 @@ class GraphEngine:
         self._slots: dict[int, AdapterSlots] = {}
         self._pools: dict[Geometry, GraphPool] = {}
         self._stagings: dict[Geometry, Staging] = {}
-        self._served: dict[int, _Served] = {}
+        self._served: dict[int, Served] = {}
         self._memory: DeviceBuffer | None = None
         self._bank: SlotBank | None = None
         self._latest: Arrival | None = None
@@ -118,6 +112,7 @@ class GraphEngine:
         geometries = list({layer.geometry: None for layer in self._layers.values()})
         self._memory = arena_memory(geometries, self._shapes, self._options.eager_tokens)
         self._memory.fill(0, self._streams.main)
+        fetching = Fetching(self._kernels.get(fetch()), self._streams.main, self._device.sm_count)
         for geometry in geometries:
             self._capture(geometry, self._memory, progress)
             self._stagings[geometry] = Staging(
@@ -127,9 +122,12 @@ class GraphEngine:
                 depth=self.depth,
                 enter=self._device.make_current,
                 streams=self._streams,
+                fetching=fetching,
             )
+        found = {each: ways(self._pools[each], self._stagings[each]) for each in geometries}
         for index, layer in self._layers.items():
-            self._served[index] = _Served(layer, self._pools[layer.geometry], self._stagings[layer.geometry])
+            pool, staging = self._pools[layer.geometry], self._stagings[layer.geometry]
+            self._served[index] = Served(layer.head, pool.most_tokens, staging, found[layer.geometry])
         self._kernels.seal()
         if self._slots:
             self._bank = SlotBank(self._slots, self._options.max_lora_rank, self._streams.copy)
@@ -169,14 +167,16 @@ class GraphEngine:
         """Start a forward; see ``Engine.begin``. One of more tokens than run at once is finished when this returns."""
         self._device.make_current()
         spec = self._model.layer(batch.layer)
-        batch.check(spec, self.max_loras)
-        if batch.num_tokens == 0:
+        lora = batch.check(spec, self._options.max_loras)
+        tokens, served = batch.num_tokens, self._served[batch.layer]
+        if 0 < tokens <= served.most_tokens:
+            return self._begin(batch, served, lora)
+        if tokens == 0:
             return Finished(batch.hidden_states.new_empty(0, spec.hidden_size))
-        limit = self._served[batch.layer].pool.most_tokens
-        if batch.num_tokens <= limit:
-            return self._begin(batch)
-        parts = [batch.part(start, start + limit) for start in range(0, batch.num_tokens, limit)]
-        return Finished(torch.cat([self._begin(part).result() for part in parts]))
+        parts = [batch.part(start, start + served.most_tokens) for start in range(0, tokens, served.most_tokens)]
+        adapted = [part.check(spec, self._options.max_loras) for part in parts]
+        outputs = [self._begin(part, served, lora).result() for part, lora in zip(parts, adapted, strict=True)]
+        return Finished(torch.cat(outputs))
 
     def forward(self, batch: LayerBatch) -> Tensor:
         """The layer's output, bf16 ``[T, H]``; see ``Engine.forward``."""
@@ -187,27 +187,24 @@ class GraphEngine:
 
         Raises as ``forward`` does, and ``RequestError`` for a batch that does not fit into one forward.
         """
-        batch.check(self._model.layer(batch.layer), self.max_loras)
-        limit = self._served[batch.layer].pool.most_tokens
-        if not 0 < batch.num_tokens <= limit:
-            raise RequestError(f"1 to {limit} tokens can stay unfinalized, got {batch.num_tokens}")
-        runnable = self._run(batch)
+        lora = batch.check(self._model.layer(batch.layer), self.max_loras)
+        served = self._served[batch.layer]
+        if not 0 < batch.num_tokens <= served.most_tokens:
+            raise RequestError(f"1 to {served.most_tokens} tokens can stay unfinalized, got {batch.num_tokens}")
+        runnable, transfer = served.way(batch.num_tokens, routing_input(batch), lora)
+        served.staging.send(batch, served.head, transfer, self._streams.main)
+        runnable.run(self._streams.main)
         self._streams.main.synchronize()
         return read_unfinalized(self._layers[batch.layer].geometry, batch, runnable)
 
-    def _begin(self, batch: LayerBatch) -> Arrival:
-        runnable = self._run(batch, beside=self._latest is not None and self._latest.under_way)
-        staging = self._served[batch.layer].staging
-        self._latest = staging.begin_receive(batch.num_tokens, runnable.arena, self._streams.main)
-        return self._latest
-
-    def _run(self, batch: LayerBatch, *, beside: bool = False) -> Runnable:
-        layer, pool, staging = self._served[batch.layer]
-        lora = batch.token_slots is not None and int(batch.token_slots.numpy().max()) >= 0
-        runnable, main = pool.runnable(batch.num_tokens, routing_input(batch), lora), self._streams.main
-        staging.send(batch, layer.args, runnable.variant, runnable.arena, main, beside=beside)
+    def _begin(self, batch: LayerBatch, served: Served, lora: bool) -> Arrival:
+        runnable, transfer = served.way(batch.num_tokens, routing_input(batch), lora)
+        staging, main = served.staging, self._streams.main
+        beside = self._latest is not None and self._latest.under_way
+        staging.send(batch, served.head, transfer, main, beside=beside, direct=True)
         runnable.run(main)
-        return runnable
+        self._latest = staging.begin_receive(transfer, main)
+        return self._latest
 
     def install_adapter(self, slot: int, adapter: KeptAdapter) -> None:
         """Put ``adapter``, best a ``PackedAdapter``, into ``slot``, over the copy stream; see ``Engine``."""

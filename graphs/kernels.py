@@ -29,6 +29,11 @@ PER_LANE = (1, 2, 4, 8, 16, 32)
 """Experts a lane that the route kernel is specialised for: up to 1024 experts."""
 
 
+def fetch() -> Specialisation:
+    """What brings a small input over the bus."""
+    return Specialisation("fetch.cu")
+
+
 def sort() -> Specialisation:
     """The sort of slot rows by expert and adapter slot."""
     return Specialisation("sort.cu")
@@ -181,6 +186,7 @@ def all_specialisations() -> list[Specialisation]:
     return [
         *[route(method, 32 * per_lane) for method in METHODS for per_lane in PER_LANE],
         *[gate(router_fp32, shared_gate) for router_fp32 in either for shared_gate in either],
+        fetch(),
         sort(),
         gather(),
         *[lora_shrink(projections) for projections in (1, 2)],

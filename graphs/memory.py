@@ -84,12 +84,13 @@ class DeviceBuffer(_Allocation):
 
 
 class PinnedBuffer(_Allocation):
-    """Page-locked host memory that the GPU copies from and to without staging."""
+    """Page-locked host memory that the GPU copies from and to as it is; kernels know it by ``device_pointer``."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(num_bytes)
-        flags = int(driver.CU_MEMHOSTALLOC_PORTABLE)
+        flags = int(driver.CU_MEMHOSTALLOC_PORTABLE) | int(driver.CU_MEMHOSTALLOC_DEVICEMAP)
         self._address = int(call(driver.cuMemHostAlloc, num_bytes, flags))
+        self.device_pointer = int(call(driver.cuMemHostGetDevicePointer, self._address, 0))
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> Tensor:
         """A torch view of part of the buffer, no copy; it must not outlive the buffer."""
@@ -116,26 +117,29 @@ class PinnedBuffer(_Allocation):
 
 def copy_to_device(target: int, source: int, num_bytes: int, stream: Stream, work: Work | None = None) -> None:
     """Copy pinned host memory to the device, in stream order; ``work`` declares it, which a capture demands."""
-    _issue(stream, work, driver.cuMemcpyHtoDAsync, target, source, num_bytes, stream.handle)
+    call(driver.cuMemcpyHtoDAsync, target, source, num_bytes, stream.handle)
+    _note(stream, work)
 
 
 def copy_to_host(target: int, source: int, num_bytes: int, stream: Stream, work: Work | None = None) -> None:
     """Copy device memory to pinned host memory, in stream order; ``work`` as for ``copy_to_device``."""
-    _issue(stream, work, driver.cuMemcpyDtoHAsync, target, source, num_bytes, stream.handle)
+    call(driver.cuMemcpyDtoHAsync, target, source, num_bytes, stream.handle)
+    _note(stream, work)
 
 
 def copy_on_device(target: int, source: int, num_bytes: int, stream: Stream, work: Work | None = None) -> None:
     """Copy device memory to device memory, in stream order; ``work`` as for ``copy_to_device``."""
-    _issue(stream, work, driver.cuMemcpyDtoDAsync, target, source, num_bytes, stream.handle)
+    call(driver.cuMemcpyDtoDAsync, target, source, num_bytes, stream.handle)
+    _note(stream, work)
 
 
 def fill(target: int, byte: int, num_bytes: int, stream: Stream, work: Work | None = None) -> None:
     """Set ``num_bytes`` bytes of device memory, in stream order; ``work`` as for ``copy_to_device``."""
-    _issue(stream, work, driver.cuMemsetD8Async, target, byte, num_bytes, stream.handle)
+    call(driver.cuMemsetD8Async, target, byte, num_bytes, stream.handle)
+    _note(stream, work)
 
 
-def _issue(stream: Stream, work: Work | None, function: Any, *args: Any) -> None:
-    call(function, *args)
+def _note(stream: Stream, work: Work | None) -> None:
     if stream.tracer is not None:
         stream.tracer(work)
 
@@ -150,4 +154,5 @@ def copy_rows_to_device(
     copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
     copy.dstDevice, copy.dstPitch = target, target_pitch
     copy.WidthInBytes, copy.Height = width, height
-    _issue(stream, None, driver.cuMemcpy2DAsync, copy, stream.handle)
+    call(driver.cuMemcpy2DAsync, copy, stream.handle)
+    _note(stream, None)

@@ -3,7 +3,7 @@
 import ctypes
 import weakref
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,19 +11,28 @@ from torch import Tensor
 
 from .driver import call, driver
 
-Block = Any
-"""Host memory of a fixed size, a ctypes array: it lives as long as anything looks at it."""
+PAGE_BYTES = 4096
+"""What blocks are aligned to: rows that kernels write start on whole lines, and no page is locked twice."""
+
+
+class Block(NamedTuple):
+    """Host memory of a fixed size, a ctypes array that lives as long as anything looks at it, and its address on the
+    host and on the device."""
+
+    memory: Any
+    host: int
+    device: int
 
 
 class OutputBlocks:
-    """``count`` blocks of ``num_bytes``, page-locked in place, so that a view of one is safe even after ``close``."""
+    """``count`` blocks of ``num_bytes``, page-locked in place, so that a view of one is safe even after ``close``.
+
+    The device reaches them: copies may end there, and kernels may write there.
+    """
 
     def __init__(self, count: int, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._blocks = [(ctypes.c_uint8 * num_bytes)() for _ in range(count)]
-        for block in self._blocks:
-            flags = int(driver.CU_MEMHOSTREGISTER_PORTABLE)
-            call(driver.cuMemHostRegister, ctypes.addressof(block), num_bytes, flags)
+        self._blocks = [_locked(num_bytes) for _ in range(count)]
         self._free = deque(self._blocks)
 
     def take(self, num_bytes: int) -> Block | None:
@@ -37,11 +46,21 @@ class OutputBlocks:
 
     def view(self, block: Block, rows: int, columns: int) -> Tensor:
         """The bf16 ``[rows, columns]`` at the block's start; the block is free again when its last view is gone."""
-        array = np.frombuffer(block, dtype=np.int16, count=rows * columns)
+        array = np.frombuffer(block.memory, dtype=np.int16, count=rows * columns)
         weakref.finalize(array, self._free.append, block).atexit = False
         return torch.from_numpy(array).view(torch.bfloat16).view(rows, columns)
 
     def close(self) -> None:
         """Unlock the memory; views stay good. A second call does nothing."""
         while self._blocks:
-            call(driver.cuMemHostUnregister, ctypes.addressof(self._blocks.pop()))
+            call(driver.cuMemHostUnregister, self._blocks.pop().host)
+
+
+def _locked(num_bytes: int) -> Block:
+    """A new block, page-locked and mapped for the device."""
+    storage = (ctypes.c_uint8 * (num_bytes + PAGE_BYTES))()
+    memory = (ctypes.c_uint8 * num_bytes).from_buffer(storage, -ctypes.addressof(storage) % PAGE_BYTES)
+    host = ctypes.addressof(memory)
+    flags = int(driver.CU_MEMHOSTREGISTER_PORTABLE) | int(driver.CU_MEMHOSTREGISTER_DEVICEMAP)
+    call(driver.cuMemHostRegister, host, num_bytes, flags)
+    return Block(memory, host, int(call(driver.cuMemHostGetDevicePointer, host, 0)))

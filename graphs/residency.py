@@ -10,7 +10,7 @@ from torch import Tensor
 from ..layer import layout
 from ..layer.spec import LayerSpec
 from ..layer.weights import LayerWeights
-from .buffers import LAYER_ARGS
+from .buffers import FORWARD_ARGS, LAYER_ARGS
 from .geometry import ROW_TILE, Geometry
 from .memory import DeviceBuffer
 
@@ -58,6 +58,11 @@ class ResidentLayer:
             self._small("shared_gate", _padded(weights.shared_gate, geometry.hidden_stride))
         if self._packs_on_gpu:
             torch.cuda.synchronize(ordinal)
+
+    @property
+    def head(self) -> bytes:
+        """What of ``args`` every forward of the layer begins with."""
+        return self.args.tobytes()[: -FORWARD_ARGS.size]
 
     @property
     def num_bytes(self) -> int:

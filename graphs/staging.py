@@ -1,25 +1,38 @@
-"""A forward's way onto the GPU and back: one pinned block in, one copy each way, one pinned block out."""
+"""A forward's way onto the GPU and back: a pinned block that a copy or a kernel reads, and one that either fills."""
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..layer.engine import LayerBatch
 from .arena import Arena
-from .buffers import LAYER_ARGS, InputLayout, RoutingInput
+from .buffers import FORWARD_ARGS, LAYER_ARGS, InputLayout, RoutingInput
 from .detour import Detour
+from .fetching import Fetching
 from .geometry import Geometry
 from .memory import PinnedBuffer, copy_to_device, copy_to_host
-from .outputs import OutputBlocks
+from .outputs import Block, OutputBlocks
 from .pool import Variant
 from .streams import Event, Stream, Streams
+from .transfer import Transfer, plan_transfer
 
-NUM_TOKENS_OFFSET = LAYER_ARGS.fields["num_tokens"][1]  # type: ignore[index]
-"""Where the head of an input block says how many tokens it has, in bytes."""
+DIRECT_BYTES_ALONE = 1 << 40
+"""The largest output of a forward alone that its last kernel itself writes over the bus: of all that have a block.
+
+A copy crosses the bus no faster, begins only when that kernel has ended, and is one call more.
+"""
+DIRECT_BYTES_BESIDE = 256 << 10
+"""The same of a forward that is begun while another computes, whose bus time the next one would wait for.
+
+Of so many bytes that takes about as long as the copy within the device that it saves; of more, that copy is shorter,
+and a stream of its own has the output cross the bus.
+"""
+FETCHED_BYTES = 512 << 10
+"""The largest input of a forward alone that a kernel brings; of more, a copy is the faster."""
 
 
 def routing_input(batch: LayerBatch) -> RoutingInput:
@@ -92,9 +105,11 @@ class Staging:
         depth: int = 1,
         enter: Callable[[], None] | None = None,
         streams: Streams | None = None,
+        fetching: Fetching | None = None,
     ) -> None:
         self.geometry = geometry
         self._enter = enter
+        self._fetching = fetching
         in_bytes = max(InputLayout(geometry, max_tokens, routing).total_bytes for routing in RoutingInput)
         self._inputs = [PinnedBuffer(in_bytes) for _ in range(depth)]
         self._outputs = [PinnedBuffer(max(max_tokens * geometry.output_stride * 2, 2)) for _ in range(depth)]
@@ -110,67 +125,76 @@ class Staging:
         self._place = 0
         self._latest: Arrival | None = None
         self._crossing: Detour | None = None  # what the forward that was sent last goes through
+        self._written: Block | None = None  # what its last kernel writes
+        self._pads = geometry.hidden_stride != geometry.hidden_size
         self._hidden = torch.zeros(max_tokens, geometry.hidden_stride, dtype=torch.bfloat16)
         self._no_slots = torch.full((max_tokens,), -1, dtype=torch.int32)
-        self._layouts: dict[tuple[int, RoutingInput], InputLayout] = {}
+
+    def transfer(self, variant: Variant, arena: Arena, num_tokens: int) -> Transfer:
+        """What ``send`` and ``receive`` are told of forwards of ``num_tokens`` by ``variant`` in ``arena``."""
+        planned = plan_transfer(self.geometry, variant, arena, num_tokens)
+        if self._fetching is None or planned.in_bytes > FETCHED_BYTES:
+            return planned
+        sizes = planned.input, planned.in_bytes
+        fetches = [self._fetching.prepare(block.device_pointer, *sizes) for block in self._inputs]
+        return replace(planned, fetches=tuple(fetches))
 
     def send(
         self,
         batch: LayerBatch,
-        head: "np.ndarray[tuple[()], np.dtype[np.void]]",
-        variant: Variant,
-        arena: Arena,
+        head: bytes,
+        transfer: Transfer,
         stream: Stream,
         *,
         beside: bool = False,
+        direct: bool = False,
     ) -> None:
-        """Write ``batch`` behind the layer's ``head`` and start the one copy to the GPU; ``beside``: a forward computes
-        meanwhile. Fewer than ``depth`` may be under way.
+        """Write ``batch``, which was checked, behind the layer's ``head``, and have it brought to the GPU.
+
+        ``beside``: a forward computes meanwhile. ``direct``: the last kernel may write the output to where it is kept,
+        and ``begin_receive`` follows, once it was launched. Fewer than ``depth`` may be under way.
         """
-        layout = self._layout(variant)
-        tokens = batch.num_tokens
         if self._latest is not None and self._latest.under_way:
             self._place = (self._place + 1) % len(self._inputs)
-        target = self._inputs[self._place].pointer
-        ctypes.memmove(target, head.ctypes.data, LAYER_ARGS.itemsize)
-        ctypes.c_int32.from_address(target + NUM_TOKENS_OFFSET).value = tokens
-        slots = self._no_slots[:tokens] if batch.token_slots is None else batch.token_slots
-        self._write(layout, "token_slots", slots)
-        if variant.routing is RoutingInput.TOPK:
-            assert batch.topk_ids is not None
-            assert batch.topk_weights is not None
-            self._write(layout, "topk_ids", batch.topk_ids)
-            self._write(layout, "topk_weights", batch.topk_weights)
-        elif batch.router_logits is not None:
-            self._write(layout, "router_logits", batch.router_logits)
-        self._write(layout, "hidden_states", self._padded(batch.hidden_states))
-        in_bytes, out_bytes = layout.used_bytes(tokens), tokens * self.geometry.output_stride * 2
-        fits = self._detour is not None and self._detour.holds(in_bytes, out_bytes)
+        fits = self._detour is not None and self._detour.holds(transfer.in_bytes, transfer.out_bytes)
         self._crossing = self._detour if beside and fits else None
+        direct = direct and transfer.out_bytes <= (DIRECT_BYTES_BESIDE if beside else DIRECT_BYTES_ALONE)
+        self._written = self._kept.take(transfer.out_bytes) if direct else None
+        output = 0 if self._written is None else self._written.device
+        source = self._inputs[self._place].pointer
+        ctypes.memmove(source, head + FORWARD_ARGS.pack(output, transfer.num_tokens), LAYER_ARGS.itemsize)
+        for name, offset, num_bytes in transfer.pieces:
+            tensor: Tensor | None = getattr(batch, name)
+            sent = self._no_slots if tensor is None else tensor.contiguous()
+            ctypes.memmove(source + offset, sent.data_ptr(), num_bytes)
+        hidden = (self._padded(batch.hidden_states) if self._pads else batch.hidden_states).contiguous()
+        ctypes.memmove(source + transfer.hidden.offset, hidden.data_ptr(), transfer.hidden.num_bytes)
         if self._crossing is not None:
-            self._crossing.bring(self._place, arena.pointer("input"), target, in_bytes)
+            self._crossing.bring(self._place, transfer.input, source, transfer.in_bytes)
+        elif transfer.fetches:
+            transfer.fetches[self._place].launch()
         else:
-            copy_to_device(arena.pointer("input"), target, in_bytes, stream)
+            copy_to_device(transfer.input, source, transfer.in_bytes, stream)
 
-    def receive(self, num_tokens: int, arena: Arena, stream: Stream) -> Tensor:
-        """Start the copy back, wait for it, and return the output, bf16 ``[num_tokens, H]``."""
-        return self.begin_receive(num_tokens, arena, stream).result()
+    def receive(self, transfer: Transfer, stream: Stream) -> Tensor:
+        """Bring back the output, wait for it, and return it, bf16 ``[num_tokens, H]``."""
+        return self.begin_receive(transfer, stream).result()
 
-    def begin_receive(self, num_tokens: int, arena: Arena, stream: Stream) -> Arrival:
-        """Start the copy back of the forward that was sent last."""
-        stride = self.geometry.output_stride
-        num_bytes = num_tokens * stride * 2
-        done = self._done[self._place]
-        if (block := self._kept.take(num_bytes)) is not None:
-            target = ctypes.addressof(block)
-            finish = partial(self._kept.view, block, num_tokens, stride)
+    def begin_receive(self, transfer: Transfer, stream: Stream) -> Arrival:
+        """Start the copy back of the forward that was sent last, unless its last kernel writes to where it is kept."""
+        tokens, num_bytes, written = transfer.num_tokens, transfer.out_bytes, self._written
+        block = written or self._kept.take(num_bytes)
+        if block is not None:
+            target = block.host
+            finish = partial(self._kept.view, block, tokens, self.geometry.output_stride)
         else:
             target = self._outputs[self._place].pointer
-            finish = partial(self._copied, target, num_tokens)
-        if self._crossing is not None:
-            stream = self._crossing.take(self._place, target, arena.pointer("output"), num_bytes)
-        else:
-            copy_to_host(target, arena.pointer("output"), num_bytes, stream)
+            finish = partial(self._copied, target, tokens)
+        if written is None and self._crossing is not None:
+            stream = self._crossing.take(self._place, target, transfer.output, num_bytes)
+        elif written is None:
+            copy_to_host(target, transfer.output, num_bytes, stream)
+        done = self._done[self._place]
         done.record(stream)
         self._latest = Arrival(done, finish, self._enter, lost=None if block is None else self._lost)
         return self._latest
@@ -182,24 +206,11 @@ class Staging:
         ctypes.memmove(output.data_ptr(), source, output.nbytes)
         return output if stride == hidden else output[:, :hidden].clone()
 
-    def _layout(self, variant: Variant) -> InputLayout:
-        key = (variant.num_tokens, variant.routing)
-        if key not in self._layouts:
-            self._layouts[key] = InputLayout(self.geometry, *key)
-        return self._layouts[key]
-
     def _padded(self, hidden: Tensor) -> Tensor:
         """Hidden states at the kernels' stride; what lies beyond H stays zero."""
         tokens, width = hidden.shape
-        if width == self.geometry.hidden_stride:
-            return hidden
         self._hidden[:tokens, :width] = hidden
         return self._hidden[:tokens]
-
-    def _write(self, layout: InputLayout, name: str, tensor: Tensor) -> None:
-        source = tensor.contiguous()
-        target = self._inputs[self._place].pointer + layout.fields[name].offset
-        ctypes.memmove(target, source.data_ptr(), source.nbytes)
 
     def close(self) -> None:
         """Free the memory."""

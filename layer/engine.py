@@ -61,8 +61,9 @@ class LayerBatch:
             token_slots=rows(self.token_slots),
         )
 
-    def check(self, spec: LayerSpec, max_loras: int) -> None:
-        """Raise ``RequestError`` (its ``param`` naming the field) unless this fits ``spec``."""
+    def check(self, spec: LayerSpec, max_loras: int) -> bool:
+        """Raise ``RequestError`` (its ``param`` naming the field) unless this fits ``spec``; whether any token has an
+        adapter."""
         tokens = self.num_tokens
         _expect("hidden_states", self.hidden_states, torch.bfloat16, (tokens, spec.hidden_size))
         if (self.topk_ids is None) != (self.topk_weights is None):
@@ -75,25 +76,27 @@ class LayerBatch:
         _expect("router_logits", self.router_logits, torch.float32, (tokens, spec.num_experts))
         _expect("token_slots", self.token_slots, torch.int32, (tokens,))
         _expect_range("topk_ids", self.topk_ids, spec.num_experts)
-        _expect_range("token_slots", self.token_slots, max_loras)
+        return _expect_range("token_slots", self.token_slots, max_loras) >= 0
 
 
 def _expect(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     if tensor is None:
         return
-    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+    if tensor.dtype != dtype or tensor.shape != shape:
         raise RequestError(
             f"{name} should be {dtype} of shape {list(shape)}, got {tensor.dtype} of shape {list(tensor.shape)}", name
         )
 
 
-def _expect_range(name: str, tensor: Tensor | None, stop: int) -> None:
+def _expect_range(name: str, tensor: Tensor | None, stop: int) -> int:
+    """The largest value, -1 where there is none."""
     if tensor is None or tensor.numel() == 0:
-        return
-    values = tensor.numpy()  # a few microseconds less than torch takes to begin
-    low, high = int(values.min()), int(values.max())
+        return -1
+    values = tensor.numpy().ravel()
+    low, high = values[values.argmin()], values[values.argmax()]  # half the time that min and max take to begin
     if low < -1 or high >= stop:
         raise RequestError(f"{name} must lie in -1..{stop - 1}, got {low if low < -1 else high}", name)
+    return int(high)
 
 
 class Forward(Protocol):

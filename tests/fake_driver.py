@@ -118,11 +118,13 @@ class FakeDriver(FakeBatches):
     def cuMemFreeHost(self, address):
         return self.cuMemFree(address)
 
-    def cuMemHostRegister(self, address, num_bytes, flags):
+    def cuMemHostRegister(self, *_):
         return ok()
 
-    def cuMemHostUnregister(self, address):
-        return ok()
+    cuMemHostUnregister = cuMemHostRegister
+
+    def cuMemHostGetDevicePointer(self, address, flags):
+        return ok(driver.CUdeviceptr(address))
 
     def cuMemcpyHtoD(self, target, source, num_bytes):
         ctypes.memmove(int(target), int(source), num_bytes)
@@ -282,8 +284,7 @@ class FakeDriver(FakeBatches):
     def cuGraphDestroy(self, graph):
         return ok()
 
-    def cuGraphExecDestroy(self, executable):
-        return ok()
+    cuGraphExecDestroy = cuGraphDestroy
 
 
 def ok(*values: Any) -> tuple[Any, ...]:

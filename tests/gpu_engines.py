@@ -21,6 +21,7 @@ from moelet.graphs.program import Plan
 from moelet.graphs.residency import ResidentLayer, router_matrix
 from moelet.graphs.staging import Staging, routing_input
 from moelet.graphs.streams import Events, Streams
+from moelet.graphs.transfer import Transfer
 from moelet.layer.adapter import Adapter
 from moelet.layer.engine import LayerBatch
 from moelet.layer.errors import DeviceUnavailableError
@@ -133,15 +134,20 @@ class GpuLayer:
             self._built[key] = self.pool.build(variant, plan, captured=captured, delays=delays, apart=apart)
         return self._built[key]
 
+    def transfer(self, runnable: Runnable, num_tokens: int) -> Transfer:
+        """What a forward of ``num_tokens`` by ``runnable`` brings and takes."""
+        return self.staging.transfer(runnable.variant, runnable.arena, num_tokens)
+
     def send(self, runnable: Runnable, batch: LayerBatch) -> None:
         """Bring a batch to where the program reads it."""
-        self.staging.send(batch, self.resident.args, runnable.variant, runnable.arena, self.gpu.streams.main)
+        transfer = self.transfer(runnable, batch.num_tokens)
+        self.staging.send(batch, self.resident.head, transfer, self.gpu.streams.main)
 
     def forward(self, runnable: Runnable, batch: LayerBatch) -> Tensor:
         """One forward as the engine runs it, bf16 ``[T, H]``."""
         self.send(runnable, batch)
         runnable.run(self.gpu.streams.main)
-        return self.staging.receive(batch.num_tokens, runnable.arena, self.gpu.streams.main)
+        return self.staging.receive(self.transfer(runnable, batch.num_tokens), self.gpu.streams.main)
 
     def eager(self, batch: LayerBatch, num_tokens: int | None = None) -> Tensor:
         """The eager forward, in a shape of ``num_tokens`` (default: no padding)."""

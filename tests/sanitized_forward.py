@@ -27,19 +27,24 @@ SPEC = LayerSpec(
 )
 
 
+WHOLE = replace(SPEC, hidden_size=256)
+"""Rows as long as kernels write them: outputs of captured shapes are written to host memory by the last kernel."""
+
+
 def main() -> None:
-    weights = random_weights(SPEC)
-    adapters = [random_adapter(SPEC, 1, rank=3), random_adapter(SPEC, 2, rank=12, shared_outer=True)]
     outputs = []
     for plan in Plan:
+        spec = WHOLE if plan is Plan.TWO_STREAM else SPEC
+        weights = random_weights(spec)
+        adapters = [random_adapter(spec, 1, rank=3), random_adapter(spec, 2, rank=12, shared_outer=True)]
         options = {"max_loras": 2, "max_lora_rank": 16, "decode_shapes": (1, 8), "max_decode_tokens": 8}
         most = 300 if plan is Plan.FUSED else 80  # by the kernels of many tokens once, and of few
-        with opened_engine(SPEC, weights, plan=plan, max_eager_tokens=most, **options) as engine:
+        with opened_engine(spec, weights, plan=plan, max_eager_tokens=most, **options) as engine:
             for slot, adapter in enumerate(adapters):
                 engine.install_adapter(slot, adapter)
             for tokens in (1, 7, 70):  # captured whole, captured with padding, eager
                 for slots in (None, [0, -1, 1]):
-                    batch = random_batch(SPEC, tokens, slots=slots, drop=0.2)
+                    batch = random_batch(spec, tokens, slots=slots, drop=0.2)
                     outputs.append(engine.forward(batch))
                     outputs.append(engine.forward(replace(batch, topk_ids=None, topk_weights=None)))
             engine.remove_adapter(0)

@@ -236,6 +236,7 @@ def test_host_rows(fake: BenchDriver, tmp_path: Path) -> None:
     for row in written["rows"]:
         assert row["p10_us"] <= row["us"] <= row["p90_us"]
         assert row["ahead_us"] > 0
+        assert 0 < row["begin_us"] < row["p90_us"]
         assert row["beside_graph_us"] == pytest.approx(row["us"] - row["graph_us"], abs=0.02)
 
 

@@ -53,7 +53,7 @@ def test_ten_thousand_replays_change_nothing(layer: GpuLayer, plan: Plan) -> Non
         for _ in range(1000):
             runnable.graph.launch(main)
         main.synchronize()
-        assert same_bits(layer.staging.receive(8, runnable.arena, main), first)
+        assert same_bits(layer.staging.receive(layer.transfer(runnable, 8), main), first)
     assert same_bits(layer.eager(batch), first)
 
 

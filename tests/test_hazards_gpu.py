@@ -122,7 +122,7 @@ def test_a_delay_shows_a_wait_that_is_missing(gpu: Gpu) -> None:
         if launch.label == "gather":
             main.synchronize()
     gpu.streams.synchronize()
-    assert layer.staging.receive(64, runnable.arena, main).isnan().any()
+    assert layer.staging.receive(layer.transfer(runnable, 64), main).isnan().any()
     assert same_bits(layer.forward(runnable, batch), wanted)
 
 

@@ -70,7 +70,8 @@ class Lane:
     def start(self, item: Item) -> None:
         """Copy in, replay, copy out, waiting for none of it."""
         main, runnable = item.layer.gpu.streams.main, item.runnable
-        self.stagings[id(item.layer)].send(item.batch, item.layer.resident.args, runnable.variant, runnable.arena, main)
+        transfer = item.layer.transfer(runnable, item.batch.num_tokens)
+        self.stagings[id(item.layer)].send(item.batch, item.layer.resident.head, transfer, main)
         runnable.run(main)
         num_bytes = item.batch.num_tokens * item.layer.geometry.output_stride * 2
         copy_to_host(self.output.pointer, runnable.arena.pointer("output"), num_bytes, main)

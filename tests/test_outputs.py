@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+from itertools import pairwise
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 def filled(blocks: OutputBlocks, value: int) -> torch.Tensor:
     block = blocks.take(blocks.num_bytes)
     assert block is not None
-    ctypes.memset(block, value, blocks.num_bytes)
+    ctypes.memset(block.host, value, blocks.num_bytes)
     return blocks.view(block, 4, 8)
 
 
@@ -47,6 +48,16 @@ def test_what_does_not_fit_is_not_taken() -> None:
     blocks = OutputBlocks(1, 64)
     assert blocks.take(65) is None
     assert OutputBlocks(0, 64).take(1) is None
+    blocks.close()
+
+
+def test_blocks_lie_apart_on_pages_that_the_device_reaches(fake: FakeDriver) -> None:
+    blocks = OutputBlocks(3, 6000)
+    taken = [blocks.take(6000) for _ in range(3)]
+    places = sorted(block.host for block in taken if block is not None)
+    assert all(place % 4096 == 0 for place in places)
+    assert min(after - before for before, after in pairwise(places)) >= 2 * 4096, "no page is in two of them"
+    assert fake.calls.count("cuMemHostGetDevicePointer") == 3
     blocks.close()
 
 

@@ -26,6 +26,10 @@ struct alignas(16) LayerArgs {
     const uint8_t* lora_a_down;     // [L, E, R/8, I/32, 8, 32]
     const uint8_t* lora_b_down;     // [L, E, R/8, H/16, 32 lanes, 4]
     const LoraEntry* lora;          // [L, E]
+    bf16* output;  // page-locked host memory that this forward's output goes to; null: to the arena's buffer
     int num_tokens;
-    int reserved[3];
+    int reserved;
+
+    // Where the output goes, `arena` being the arena's buffer for it.
+    __device__ __forceinline__ bf16* output_or(bf16* arena) const { return output ? output : arena; }
 };

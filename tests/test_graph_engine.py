@@ -1,0 +1,227 @@
+"""The GPU engine over the fake driver: what a forward asks of the driver, what it refuses first, and what it runs."""
+
+# ruff: noqa: ARG002 (the signatures are the driver's)
+
+import ctypes
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fake_driver import ok
+from fake_layer import LayerDriver, SourceKernels
+
+pytest.importorskip("cuda.bindings.driver")
+
+from moelet.graphs import engine as engine_module
+from moelet.graphs import staging
+from moelet.graphs.buffers import LAYER_ARGS
+from moelet.graphs.driver import driver
+from moelet.graphs.engine import GraphEngine, GraphOptions
+from moelet.graphs.program import Plan
+from moelet.layer.errors import LayerNotServedError, RequestError
+from moelet.layer.spec import LayerSpec
+from random_layers import model_of, random_batch, random_weights
+
+SPEC = LayerSpec(index=0, hidden_size=128, intermediate_size=64, num_experts=4, top_k=2)
+OPTIONS: dict[str, Any] = {
+    "max_loras": 2,
+    "max_lora_rank": 8,
+    "decode_shapes": (4, 8),
+    "max_decode_tokens": 8,
+    "max_eager_tokens": 16,
+    "plan": Plan.SINGLE_STREAM,
+}
+"""Under this plan a graph with adapters has more kernels than one without."""
+
+
+class LoadedKernels(SourceKernels):
+    """Kernels as their sources declare them, to be closed like loaded ones."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def seal(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Driver(LayerDriver):
+    """The fake driver, with what each launch of a graph found: the head, and how many kernels the graph has.
+
+    Forwards that are not captured launch kernels one by one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input = self.fetch = 0
+        self.heads: list[np.void] = []
+        self.kernels: dict[int, int] = {}
+        self.launched: list[int] = []
+
+    def cuModuleGetFunction(self, module: Any, name: Any) -> Any:
+        code, function = super().cuModuleGetFunction(module, name)
+        if name == b"fetch":
+            self.fetch = int(function)
+        return code, function
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: Any) -> Any:
+        result = super().cuLaunchKernelEx(config, function, parameters, extra)
+        if int(function) == self.fetch:
+            source, self.input, lanes = struct.unpack("<QQi", self.launches[-1][1])
+            assert config.gridDimX * config.blockDimX >= lanes
+            ctypes.memmove(self.input, source, 16 * lanes)
+        return result
+
+    def cuMemcpyHtoDAsync(self, target: Any, source: Any, num_bytes: int, stream: Any) -> Any:
+        self.input = int(target)
+        return super().cuMemcpyHtoDAsync(target, source, num_bytes, stream)
+
+    def cuGraphInstantiate(self, graph: Any, flags: Any) -> Any:
+        executable = self.handle()
+        self.kernels[executable] = self.nodes.count("KERNEL")
+        return ok(driver.CUgraphExec(executable))
+
+    def cuGraphLaunch(self, executable: Any, stream: Any) -> Any:
+        self.launched.append(self.kernels[int(executable)])
+        self.heads.append(np.frombuffer(ctypes.string_at(self.input, LAYER_ARGS.itemsize), LAYER_ARGS)[0])
+        return super().cuGraphLaunch(executable, stream)
+
+
+@dataclass
+class Opened:
+    """A started engine, and its driver."""
+
+    engine: GraphEngine
+    driver: Driver
+
+    def calls(self, **changes: Any) -> list[str]:
+        """What beginning a batch of four tokens, less what ``changes``, asks of the driver."""
+        batch = random_batch(SPEC, 4)
+        self.driver.calls.clear()
+        self.engine.begin(replace(batch, **changes)).result()
+        return self.driver.calls
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
+    monkeypatch.setattr(engine_module, "Kernels", LoadedKernels)
+    fake = Driver()
+    fake.install(monkeypatch)
+    engine = GraphEngine(model_of(SPEC), GraphOptions(**OPTIONS))
+    engine.add_layer(0, random_weights(SPEC))
+    engine.start()
+    yield Opened(engine, fake)
+    engine.close()
+    assert fake.allocations == {}
+    assert fake.events == {}
+
+
+ALONE = [
+    "cuCtxSetCurrent",
+    "cuLaunchKernelEx",
+    "cuGraphLaunch",
+    "cuEventRecord",
+    "cuCtxSetCurrent",
+    "cuEventSynchronize",
+]
+
+
+@pytest.mark.parametrize("slots", [None, [-1] * 4, [0, -1, 1, 0]], ids=["none", "none of any", "some"])
+def test_a_forward_alone_is_a_fetch_a_graph_and_an_event(opened: Opened, slots: list[int] | None) -> None:
+    sent = None if slots is None else torch.tensor(slots, dtype=torch.int32)
+    assert opened.calls(token_slots=sent) == ALONE
+    assert opened.calls(topk_ids=None, topk_weights=None, token_slots=sent) == ALONE
+    [first, second] = opened.driver.heads
+    assert first["num_tokens"] == second["num_tokens"] == 4
+    assert first["output"] != 0 != second["output"]
+    assert first["gate_up"] != 0 != first["lora"]
+
+
+def test_only_a_batch_with_adapters_runs_with_them(opened: Opened) -> None:
+    for slots in (None, [-1] * 4, [-1, -1, -1, 1]):
+        opened.calls(token_slots=None if slots is None else torch.tensor(slots, dtype=torch.int32))
+    base, none, some = opened.driver.launched
+    assert base == none < some
+
+
+@pytest.mark.parametrize("fetched", [True, False], ids=["fetched", "copied"])
+def test_a_large_input_is_copied(opened: Opened, fetched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_bytes = 256 * 4 + 4 * 256  # head, slots, ids and weights take 256 bytes each
+    monkeypatch.setattr(staging, "FETCHED_BYTES", num_bytes if fetched else num_bytes - 1)
+    assert opened.calls()[1] == ("cuLaunchKernelEx" if fetched else "cuMemcpyHtoDAsync")
+    [head] = opened.driver.heads
+    assert head["num_tokens"] == 4
+    hidden = random_batch(SPEC, 4).hidden_states
+    assert ctypes.string_at(opened.driver.input + 1024, hidden.nbytes) == hidden.view(torch.int16).numpy().tobytes()
+
+
+def test_a_forward_beside_another_is_brought_by_the_detour(opened: Opened) -> None:
+    ahead = opened.engine.begin(random_batch(SPEC, 3))
+    assert "cuLaunchKernelEx" not in opened.calls()
+    assert [int(head["num_tokens"]) for head in opened.driver.heads][:1] == [3]
+    ahead.result()
+    assert opened.calls()[1] == "cuLaunchKernelEx"
+    assert opened.driver.heads[-1]["num_tokens"] == 4
+
+
+def test_outputs_that_are_held_are_written_apart(opened: Opened) -> None:
+    batch = random_batch(SPEC, 3)
+    held = [opened.engine.forward(batch) for _ in range(20)]
+    outputs = [int(head["output"]) for head in opened.driver.heads]
+    assert outputs[16:] == [0] * 4, "they are copied"
+    assert [output.data_ptr() for output in held[:16]] == outputs[:16]
+    assert len(set(outputs[:16])) == 16
+
+
+def test_what_stays_unfinalized_takes_no_place_for_an_output(opened: Opened) -> None:
+    opened.engine.forward_unfinalized(random_batch(SPEC, 3))
+    assert opened.driver.heads[-1]["output"] == 0
+
+
+def test_more_tokens_than_run_at_once_run_in_parts(opened: Opened) -> None:
+    """Each part by what its own tokens need: the first is not captured, and of the second not all have an adapter."""
+    batch = random_batch(SPEC, 20)
+    for adapted in (19, 0):
+        slots = torch.full((20,), -1, dtype=torch.int32)
+        slots[adapted] = 1
+        assert opened.engine.forward(replace(batch, token_slots=slots)).shape == (20, 128)
+    assert [int(head["num_tokens"]) for head in opened.driver.heads] == [4, 4]
+    some, base = opened.driver.launched
+    assert some > base
+    with pytest.raises(RequestError, match="token_slots"):
+        opened.engine.forward(replace(batch, token_slots=torch.full((20,), 2, dtype=torch.int32)))
+
+
+WRONG = {
+    "hidden_states": torch.zeros(4, 127, dtype=torch.bfloat16),
+    "topk_ids": torch.full((4, 2), 4, dtype=torch.int32),
+    "topk_weights": torch.zeros(4, 2, dtype=torch.float64),
+    "router_logits": torch.zeros(4, 4),
+    "token_slots": torch.tensor([0, 1, -2, 0], dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_nothing_is_sent_of_what_is_refused(opened: Opened, name: str) -> None:
+    opened.driver.calls.clear()
+    with pytest.raises(RequestError) as refused:
+        opened.calls(**{name: WRONG[name]})
+    assert refused.value.param == name
+    assert set(opened.driver.calls) <= {"cuCtxSetCurrent"}
+    assert opened.calls() == ALONE, "and the next is served"
+
+
+def test_layers_that_are_not_served_and_no_tokens(opened: Opened) -> None:
+    batch = random_batch(SPEC, 4)
+    with pytest.raises(LayerNotServedError):
+        opened.engine.begin(replace(batch, layer=7))
+    opened.driver.calls.clear()
+    assert opened.engine.forward(batch.part(0, 0)).shape == (0, 128)
+    assert opened.driver.calls == ["cuCtxSetCurrent"]
