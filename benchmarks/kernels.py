@@ -44,6 +44,7 @@ FUSED_MATRICES = MATRICES | {
     "gate_up_gemm": ("gate_up", "b_gate_up"),
     "down_gemm": ("down", "b_down"),
     "expert_mlp": ("gate_up", "a_gate_up", "b_gate_up", "down", "a_down", "b_down"),
+    "token_mlp": ("gate_up", "a_gate_up", "b_gate_up", "down", "a_down", "b_down"),
 }
 """The same where the GEMMs add the delta, or one kernel does all."""
 TABLE = Table("T:5 LoRA:13 kernel:24 us:7 MB:8 GB/s:6 so-far:7")

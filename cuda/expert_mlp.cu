@@ -10,6 +10,9 @@
 #include "common/first_tile.cuh"
 #include "common/mlp.cuh"
 #if LORA && DIRECT
+#include "common/shrink_team.cuh"
+using DownTokens = NearTokens;
+constexpr bool kCountsParts = true;
 #include "common/direct_shrink_team.cuh"
 #elif LORA
 #include "common/sorted_shrink_team.cuh"

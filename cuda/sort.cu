@@ -3,8 +3,11 @@
 // Every block counts all slot rows in shared memory and places its own share of them; the first block also writes
 // the token tiles and resets the GEMMs' tickets and counts, the last one writes the adapter groups. A row's place
 // depends on the input alone, not on timing. Rows without a local expert get place -1.
+#include "common/awaited.cuh"
 #include "common/barrier.cuh"
 #include "common/layer_args.cuh"
+#include "common/layout.cuh"
+#include "common/lora.cuh"
 #include "common/sorting.cuh"
 
 constexpr int kThreads = 512;
@@ -27,6 +30,30 @@ struct Pending {
     }
     __device__ __forceinline__ void write_total(const Rows& rows, int num_tiles) const {
         parts[3 * rows.num_experts] = num_tiles * tile_parts;
+    }
+};
+
+// What a token MLP awaits without a count: activations and h, which have a row of each slot row.
+struct Awaited {
+    bf16* act;  // [blocks, rows, 64]; null where nothing is awaited so
+    bf16* gate_up_h;
+    bf16* down_h;
+    int blocks;
+    int rows;
+    int rank_blocks;  // of h, which may be none
+
+    // Has all of a row missing, by a warp.
+    __device__ __forceinline__ void clear(int row) const {
+        const int lane = threadIdx.x % 32;
+        const uint4 missing{kMissing, kMissing, kMissing, kMissing};
+        for (int i = lane; i < blocks * 8; i += 32)
+            *reinterpret_cast<uint4*>(act + (int64_t(i / 8) * rows + row) * kBlockK + i % 8 * kChunk) = missing;
+        for (int i = lane; i < rank_blocks * 3; i += 32) {
+            const int block = i / 3;
+            bf16* h = i % 3 < 2 ? gate_up_h + h_offset(block, row, i % 3, rows, 2)
+                                : down_h + h_offset(block, row, 0, rows, 1);
+            *reinterpret_cast<uint4*>(h) = missing;
+        }
     }
 };
 
@@ -68,7 +95,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     sort(const LayerArgs* layer, const int* topk_ids, const int* token_slots, int* places, int* place_tokens,
          int* row_slots, TokenTile* tiles, int* num_tiles, LoraGroup* groups, int* num_groups, int* tickets,
          int* pending, int top_k, int num_shared, int local_offset, int num_local, int num_slots, int tile_rows,
-         int group_rows, int max_tokens, int tile_parts, int group_parts, int row_parts) {
+         int group_rows, int max_tokens, int tile_parts, int group_parts, int row_parts, bf16* act, bf16* gate_up_h,
+         bf16* down_h, int act_blocks, int act_rows, int rank_blocks) {
     extern __shared__ __align__(16) uint8_t shared[];
     constexpr int kWarps = kThreads / 32;
     const int lane = threadIdx.x % 32;
@@ -102,6 +130,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             place = rows.starts[key / rows.buckets] + rows.prefix[key] + rank_of(rows, row);
             if (lane == 0) place_tokens[place] = row / choices;
             if (num_slots > 0 && lane == 0) row_slots[place] = key % rows.buckets - 1;
+            if (act) Awaited{act, gate_up_h, down_h, act_blocks, act_rows, rank_blocks}.clear(place);
         }
         if (lane == 0) places[row] = place;
     }

@@ -198,8 +198,11 @@ class Geometry:
 
     def _gate_up_items(self, num_tokens: int) -> float:
         """Whole row tiles of gate_up that few tokens ask for, if each hits other experts than the next."""
-        hits = num_tokens * (self.top_k * self.num_local_experts / self.num_experts + self.num_shared)
-        return hits * self.intermediate_blocks
+        return self.hits(num_tokens) * self.intermediate_blocks
+
+    def hits(self, num_tokens: int) -> float:
+        """Experts that few tokens hit, if each hits other experts than the next."""
+        return num_tokens * (self.top_k * self.num_local_experts / self.num_experts + self.num_shared)
 
     def _down_items(self, num_tokens: int) -> float:
         """The same of down, as far as there are other experts."""

@@ -84,6 +84,11 @@ def expert_mlp(config: GemmConfig, *, lora: bool) -> Specialisation:
     return Specialisation("expert_mlp.cu", defines | ({"RANK_BLOCKS": config.rank_blocks} if lora else {}))
 
 
+def token_mlp(*, lora: bool) -> Specialisation:
+    """A few tokens' layer from routing to output; ``lora`` where it shrinks and adds the delta too."""
+    return Specialisation("token_mlp.cu", {"LORA": int(lora)})
+
+
 def wide_gemm(config: GemmConfig, epilogue: int, *, lora: bool) -> Specialisation:
     """A GEMM of many tokens: ``EPILOGUE_ACTIVATION`` or ``EPILOGUE_DOWN``; ``lora`` where it adds the delta."""
     return Specialisation("wide_gemm.cu", grouped_gemm(config, epilogue, lora=lora).defines)
@@ -194,6 +199,7 @@ def all_specialisations() -> list[Specialisation]:
         *for_tiles(TOKEN_TILES, lora=True),
         *expert_mlps(),
         direct_gemm(gemm_config(FEW_TILE, direct=True)),
+        *[token_mlp(lora=lora) for lora in either],
         *for_many(),
         activation(),
         *[finalize(lora) for lora in either],

@@ -3,7 +3,7 @@
 from . import kernels
 from .arguments import Argument, float32, int32, int64, pointer
 from .buffers import RoutingInput
-from .gemm_config import GemmConfig, gemm_config, wide_config
+from .gemm_config import RANK_BLOCK, GemmConfig, gemm_config, wide_config
 from .kernel import Kernel, PreparedLaunch
 from .lora_launches import DOWN, GATE_UP
 from .mlp_launches import MlpLaunches
@@ -77,6 +77,7 @@ class Launches(MlpLaunches, WideLaunches):
         geometry = self.geometry
         blocks = min(max(-(-self.slot_rows // SORT_WARPS), 1 + self.lora), self.sm_count)
         lora_writes = {"row_slots", "groups", "num_groups"} if self.lora else set()
+        cleared = {"act"} | ({"gate_up_h", "down_h"} if self.lora else set()) if self.token_config else set()
         return self.kernels.get(kernels.sort(), dynamic=True).prepare(
             grid=(blocks, 1, 1),
             block=(SORT_WARPS * 32, 1, 1),
@@ -99,15 +100,31 @@ class Launches(MlpLaunches, WideLaunches):
                 "tile_rows": int32(self.tile),
                 "group_rows": int32(geometry.group_rows(self.num_tokens)),
                 "max_tokens": int32(self.num_tokens),
-                "tile_parts": int32(2 * geometry.intermediate_stride // self.mlp_config.block_m),
+                "tile_parts": int32(self.gate_up_parts),
                 "group_parts": int32(0 if self.direct else self.shrink_parts),
                 "row_parts": int32(self.shrink_parts if self.direct else 0),
+                **self._awaited(),
             },
             waits=True,
             holds=True,
             reads=self.routing_reads,
-            writes=frozenset({"places", "place_tokens", "tiles", "num_tiles", "tickets", "pending"} | lora_writes),
+            writes=frozenset(
+                {"places", "place_tokens", "tiles", "num_tiles", "tickets", "pending"} | lora_writes | cleared
+            ),
         )
+
+    def _awaited(self) -> dict[str, Argument]:
+        """What the sort has missing for a token MLP: null where there is none."""
+        null, geometry = pointer(0), self.geometry
+        waits = self.token_config is not None
+        return {
+            "act": self.buffer("act") if waits else null,
+            "gate_up_h": self.lora_buffer("gate_up_h") if waits else null,
+            "down_h": self.lora_buffer("down_h") if waits else null,
+            "act_blocks": int32(geometry.intermediate_blocks),
+            "act_rows": int32(self.rows),
+            "rank_blocks": int32(geometry.max_lora_rank // RANK_BLOCK if self.lora else 0),
+        }
 
     def gather(self, stream: Stream) -> PreparedLaunch:
         """Hidden states of all slot rows at their places, in BlockMajorK."""

@@ -1,10 +1,12 @@
-"""The typed launch of the kernel that has both products of the experts."""
+"""The typed launches of the kernels that have both products of the experts."""
 
+from ..layer.errors import EngineError
 from . import kernels
 from .arguments import Argument, int32, pointer
 from .kernel import PreparedLaunch
 from .lora_launches import GATE_UP, LoraLaunches
 from .streams import Stream
+from .token_mlp import WARPS
 
 PAIR_ROUNDS = 3
 """Items a multiprocessor from which on two row tiles of gate_up are one item, whose tokens are brought once: enough
@@ -44,6 +46,51 @@ class MlpLaunches(LoraLaunches):
             writes=frozenset({"act", "down", "tickets", "pending"} | lora_writes),
         )
 
+    def token_mlp(self, stream: Stream) -> PreparedLaunch:
+        """All of a few tokens' layer that follows the routing. Raises ``EngineError`` where there is no room for it."""
+        config = self.token_config
+        if config is None:
+            raise EngineError(f"there is no token MLP of {self.num_tokens} tokens of this layer")
+        lora_reads = {"tiles", "groups"} if self.lora else set()
+        lora_writes = {"gate_up_h", "down_h"} if self.lora else set()
+        return self.kernels.get(kernels.token_mlp(lora=self.lora), dynamic=True).prepare(
+            grid=(self.sm_count, 1, 1),
+            block=(32 * (WARPS + 1) + (128 if self.lora else 0), 1, 1),
+            dynamic_shared_bytes=config.shared_bytes,
+            stream=stream,
+            arguments={
+                "layer": self.layer,
+                "hidden_states": self.input("hidden_states"),
+                "topk_ids": self.topk_ids,
+                "topk_weights": self.topk_weights,
+                "token_slots": self.input("token_slots"),
+                "shared_weights": self.shared_weights,
+                "tiles": self.lora_buffer("tiles"),
+                "groups": self.lora_buffer("groups"),
+                "gate_up_h": self.lora_buffer("gate_up_h"),
+                "down_h": self.lora_buffer("down_h"),
+                "act": self.buffer("act"),
+                "down": self.buffer("down"),
+                "out": self.buffer("output"),
+                **self.direct_sizes,
+                **self._layer_sizes(),
+                "shrink_parts": int32(self.shrink_parts),
+                "slices": int32(config.slices),
+                "num_stages": int32(config.num_stages),
+                "stage_bytes": int32(config.stage_bytes),
+                "stages_offset": int32(config.stages_offset),
+                "hidden_bytes": int32(config.hidden_bytes),
+                "act_bytes": int32(config.act_bytes),
+            },
+            waits=True,
+            holds=True,
+            programmatic=True,
+            early=frozenset({"input"}),
+            reads=frozenset({"input", "shared_weights"} | lora_reads),
+            writes=frozenset({"act", "down", "output"} | lora_writes),
+            label="token_mlp",
+        )
+
     def _mlp_buffers(self) -> dict[str, Argument]:
         """The buffers, null where the kernel as it is compiled touches none."""
         null, direct, lora = pointer(0), self.direct, self.lora
@@ -64,16 +111,21 @@ class MlpLaunches(LoraLaunches):
             "down": self.buffer("down"),
         }
 
-    def _mlp_sizes(self) -> dict[str, Argument]:
+    def _layer_sizes(self) -> dict[str, Argument]:
         geometry = self.geometry
         return {
-            **self.direct_sizes,
             "num_experts": int32(geometry.experts),
             "hidden_blocks": int32(geometry.hidden_blocks),
             "intermediate_blocks": int32(geometry.intermediate_blocks),
             "output_stride": int32(geometry.output_stride),
             "rows": int32(self.rows),
             "max_rank": int32(geometry.max_lora_rank),
+        }
+
+    def _mlp_sizes(self) -> dict[str, Argument]:
+        return {
+            **self.direct_sizes,
+            **self._layer_sizes(),
             "shrink_parts": int32(self.shrink_parts),
             "pair_items": int32(PAIR_ROUNDS * self.sm_count),
         }

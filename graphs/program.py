@@ -118,6 +118,10 @@ def _fused(build: _Builder) -> None:
     with the sort, unless it follows a gather.
     """
     make, main = build.make, build.main
+    if make.token_config:
+        build.launch(make.token_mlp(main))
+        build.record(build.events.gemm2_done, main)
+        return
     if make.mlp:
         build.launch(make.expert_mlp(main))
     else:

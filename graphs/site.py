@@ -8,6 +8,7 @@ from .buffers import InputLayout, RoutingInput
 from .gemm_config import GemmConfig
 from .geometry import SHRINK_PARTS, Geometry, token_tile
 from .kernels import Kernels
+from .token_mlp import SLICE_ROWS, TokenMlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,14 @@ class Site:
         """Whether the first GEMM of a fused forward makes its tiles from the input, and so needs no gathered tokens."""
         if self.apart or self.routing is not RoutingInput.TOPK:
             return False
-        return self.geometry.direct(self.num_tokens, lora=self.lora)
+        return self.token_config is not None or self.geometry.direct(self.num_tokens, lora=self.lora)
+
+    @property
+    def token_config(self) -> TokenMlp | None:
+        """How one kernel has all of a fused forward from routing to output, None where it does not."""
+        if self.apart or self.routing is not RoutingInput.TOPK:
+            return None
+        return TokenMlp.of(self.geometry, self.num_tokens, lora=self.lora, sm_count=self.sm_count)
 
     @property
     def direct_input(self) -> dict[str, Argument]:
@@ -87,6 +95,12 @@ class Site:
     def mlp_config(self) -> GemmConfig:
         """How that kernel is compiled."""
         return self.geometry.mlp_config(self.num_tokens, lora=self.lora, direct=self.direct)
+
+    @property
+    def gate_up_parts(self) -> int:
+        """Parts in which the activations of a token tile arrive."""
+        rows = SLICE_ROWS if self.token_config else self.mlp_config.block_m
+        return 2 * self.geometry.intermediate_stride // rows
 
     @property
     def shrink_parts(self) -> int:

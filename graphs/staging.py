@@ -122,7 +122,8 @@ class Staging:
         if streams is not None:
             crossing = max(InputLayout(geometry, kept_tokens, routing).total_bytes for routing in RoutingInput)
             self._detour = Detour(depth, crossing, kept_tokens * row_bytes, streams)
-        self._place = 0
+        self._place = 0  # of the forward that was sent last,
+        self._taken = 0  # and of the last whose output was asked for: one that was not leaves nothing behind
         self._latest: Arrival | None = None
         self._crossing: Detour | None = None  # what the forward that was sent last goes through
         self._written: Block | None = None  # what its last kernel writes
@@ -154,8 +155,8 @@ class Staging:
         ``beside``: a forward computes meanwhile. ``direct``: the last kernel may write the output to where it is kept,
         and ``begin_receive`` follows, once it was launched. Fewer than ``depth`` may be under way.
         """
-        if self._latest is not None and self._latest.under_way:
-            self._place = (self._place + 1) % len(self._inputs)
+        under_way = self._latest is not None and self._latest.under_way
+        self._place = (self._taken + under_way) % len(self._inputs)
         fits = self._detour is not None and self._detour.holds(transfer.in_bytes, transfer.out_bytes)
         self._crossing = self._detour if beside and fits else None
         direct = direct and transfer.out_bytes <= (DIRECT_BYTES_BESIDE if beside else DIRECT_BYTES_ALONE)
@@ -183,6 +184,7 @@ class Staging:
     def begin_receive(self, transfer: Transfer, stream: Stream) -> Arrival:
         """Start the copy back of the forward that was sent last, unless its last kernel writes to where it is kept."""
         tokens, num_bytes, written = transfer.num_tokens, transfer.out_bytes, self._written
+        self._taken, self._written = self._place, None
         block = written or self._kept.take(num_bytes)
         if block is not None:
             target = block.host

@@ -115,8 +115,7 @@ class FakeDriver(FakeBatches):
         _, address = self.cuMemAlloc(num_bytes)
         return ok(int(address))
 
-    def cuMemFreeHost(self, address):
-        return self.cuMemFree(address)
+    cuMemFreeHost = cuMemFree
 
     def cuMemHostRegister(self, *_):
         return ok()

@@ -37,12 +37,12 @@ def main() -> None:
         spec = WHOLE if plan is Plan.TWO_STREAM else SPEC
         weights = random_weights(spec)
         adapters = [random_adapter(spec, 1, rank=3), random_adapter(spec, 2, rank=12, shared_outer=True)]
-        options = {"max_loras": 2, "max_lora_rank": 16, "decode_shapes": (1, 8), "max_decode_tokens": 8}
+        options = {"max_loras": 2, "max_lora_rank": 16, "decode_shapes": (2, 8), "max_decode_tokens": 8}
         most = 300 if plan is Plan.FUSED else 80  # by the kernels of many tokens once, and of few
         with opened_engine(spec, weights, plan=plan, max_eager_tokens=most, **options) as engine:
             for slot, adapter in enumerate(adapters):
                 engine.install_adapter(slot, adapter)
-            for tokens in (1, 7, 70):  # captured whole, captured with padding, eager
+            for tokens in (1, 7, 70):  # captured with padding, of few and of more experts, and eager
                 for slots in (None, [0, -1, 1]):
                     batch = random_batch(spec, tokens, slots=slots, drop=0.2)
                     outputs.append(engine.forward(batch))

@@ -43,17 +43,18 @@ def test_every_plan_captured_and_eager(layer: GpuLayer, routing: RoutingInput, l
             assert same_bits(layer.forward(runnable, batch), first), (shape, plan, captured)
 
 
+@pytest.mark.parametrize("tokens", [1, 8])
 @pytest.mark.parametrize("plan", PLANS)
-def test_ten_thousand_replays_change_nothing(layer: GpuLayer, plan: Plan) -> None:
-    batch, main = batch_of(layer.spec, 8, lora=True), layer.gpu.streams.main
-    runnable = layer.runnable(8, plan, captured=True)
+def test_ten_thousand_replays_change_nothing(layer: GpuLayer, plan: Plan, tokens: int) -> None:
+    batch, main = batch_of(layer.spec, tokens, lora=True), layer.gpu.streams.main
+    runnable = layer.runnable(tokens, plan, captured=True)
     assert runnable.graph is not None
     first = layer.forward(runnable, batch)
     for _ in range(10):
         for _ in range(1000):
             runnable.graph.launch(main)
         main.synchronize()
-        assert same_bits(layer.staging.receive(layer.transfer(runnable, 8), main), first)
+        assert same_bits(layer.staging.receive(layer.transfer(runnable, tokens), main), first)
     assert same_bits(layer.eager(batch), first)
 
 

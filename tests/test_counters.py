@@ -17,8 +17,8 @@ from moelet.graphs.driver import driver
 from moelet.layer.errors import ConfigurationError
 from ncu_logs import ALL, MLP, READ, TO_SM, lines_of, log_of
 
-NUMBERS = ["--num-experts", "6", "--top-k", "3", "--hidden-size", "72", "--intermediate-size", "40"]
-SHAPE = "e6-k3-h72-i40"
+NUMBERS = ["--num-experts", "16", "--top-k", "11", "--hidden-size", "72", "--intermediate-size", "40"]
+SHAPE = "e16-k11-h72-i40"  # more experts a token than a token MLP is for
 FEW = [*NUMBERS, "--tokens", "1,4", "--ranks", "0,8", "--adapters", "1,2", "--slots", "2", "--commit", "abc"]
 
 

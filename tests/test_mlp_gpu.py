@@ -44,5 +44,5 @@ def test_shapes_meet_both_kernels(gpu: Gpu) -> None:
     labels = {
         shape: [launch.label for launch in layer.runnable(shape, lora=False).program.launches] for shape in SHAPES
     }
-    assert "gate_up_gemm" in labels[1], "most multiprocessors have one tile"
+    assert "token_mlp" in labels[1]
     assert all("expert_mlp" in labels[shape] for shape in SHAPES[1:])

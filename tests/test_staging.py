@@ -115,6 +115,19 @@ def test_forwards_behind_one_that_is_not_waited_for_leave_its_output_alone(way: 
     assert bool(way.written) == (way.keeps and direct)
 
 
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_forwards_that_were_sent_and_no_more_leave_one_under_way_alone(way: Way, lost: int) -> None:
+    """They failed to launch, or stay unfinalized."""
+    ahead = way.begin(1)
+    transfer = way.staging.transfer(Variant(TOKENS, RoutingInput.GATE, lora=False), way.arena, TOKENS)
+    batch = LayerBatch(layer=0, hidden_states=way.filled(0, way.geometry.hidden_size))
+    for number in range(lost):
+        way.staging.send(batch, HEAD, transfer, way.streams.main, beside=True, direct=number % 2 == 0)
+    behind = way.begin(2, beside=True)
+    assert way.is_that_of(ahead.result(), 1)
+    assert way.is_that_of(behind.result(), 2)
+
+
 def test_a_chain_of_two_under_way(way: Way) -> None:
     ahead = way.begin(0)
     outputs = []

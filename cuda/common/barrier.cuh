@@ -59,6 +59,11 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
         : "memory");
 }
 
+// Asks L2 for the line that `global` lies in.
+__device__ __forceinline__ void prefetch_line(const void* global) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
+}
+
 // Starts copying 16 bytes to shared memory, or zeros unless `real`.
 __device__ __forceinline__ void async_copy16(void* shared, const void* global, bool real) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),

@@ -54,12 +54,51 @@ struct DirectTiles {
         return found;
     }
 
+    // `make` of up to 32 slot rows, one a lane.
+    __device__ __forceinline__ int make_few(const Routing& routing, const int* num_tokens, int max_rows,
+                                            int tile_rows) const {
+        const int lane = threadIdx.x % 32;
+        const uint16_t held = lane < max_rows ? routing.key_of(lane) : kNoKey;
+        const uint16_t key = lane < *num_tokens * routing.choices ? held : kNoKey;
+        keys[lane] = key;
+        order[lane] = kNoRow;
+        const int expert = key != kNoKey ? routing.expert_of(key) : -1;
+        const uint32_t alike = __match_any_sync(~0u, expert);
+        const int count = __popc(alike);
+        const bool leads = expert >= 0 && lane == __ffs(alike) - 1;
+        int total = 0;
+        int index = 0;
+        int start = 0;
+        for (uint32_t rest = __ballot_sync(~0u, leads); rest; rest &= rest - 1) {
+            const int leader = __ffs(rest) - 1;
+            const int rows = __shfl_sync(~0u, count, leader);
+            const bool before = __shfl_sync(~0u, expert, leader) < expert;
+            total += ceil_div(rows, tile_rows);
+            index += before ? ceil_div(rows, tile_rows) : 0;
+            start += before ? round_up(rows, kRowAlign) : 0;
+        }
+        if (leads) write_tiles(expert, count, tile_rows, index, start);
+        if (lane == 0) *num_tiles = total;
+        __syncwarp();
+        return total;
+    }
+
+    // One expert's tiles, from number `index` and row `start` on; the number of the next.
+    __device__ __forceinline__ int write_tiles(int expert, int count, int tile_rows, int index, int start) const {
+        starts[expert] = start;
+        for (int tile = 0; tile < count; tile += tile_rows)
+            tiles[index++] =
+                DirectTile{int16_t(expert), int16_t(start + tile), int16_t(min(tile_rows, count - tile)), 0};
+        return index;
+    }
+
     // Makes the tiles of up to `tile_rows` tokens; one warp does it, so that no barrier lies before the first weights.
     __device__ __forceinline__ int make(const Routing& routing, const int* num_tokens, int max_tokens, int num_experts,
                                         int tile_rows) const {
         constexpr int kBatch = kDirectRows / 32;
         const int lane = threadIdx.x % 32;
         const int max_rows = max_tokens * routing.choices;
+        if (max_rows <= 32) return make_few(routing, num_tokens, max_rows, tile_rows);
         uint16_t held[kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
@@ -92,12 +131,8 @@ struct DirectTiles {
         int index = before >> 16;
         int start = before & 0xffff;
         for (int expert = first; expert < last; ++expert) {
-            const int count = counts[expert];
-            starts[expert] = start;
-            for (int tile = 0; tile < count; tile += tile_rows)
-                tiles[index++] =
-                    DirectTile{int16_t(expert), int16_t(start + tile), int16_t(min(tile_rows, count - tile)), 0};
-            start += round_up(count, kRowAlign);
+            index = write_tiles(expert, counts[expert], tile_rows, index, start);
+            start += round_up(counts[expert], kRowAlign);
         }
         if (lane == 0) *num_tiles = total;
         __syncwarp();

@@ -11,6 +11,7 @@ static_assert(RANK_BLOCKS == 1, "a part takes its blocks of ranks one by one");
 
 // Hidden states where they came, by permuted row.
 struct DirectTokens {
+    static constexpr bool kAwaited = false;
     const bf16* hidden;  // [tokens, k_blocks * 64]
     const DirectTiles& direct;
     int stride;
@@ -72,11 +73,13 @@ struct DirectShrinkTeam {
             wrote = true;
             multiply_shares(item, k_steps, operand, block == first ? awaited : nullptr);
             team_sync();
+            if (!kCountsParts) grid_dependency_wait();  // the sort has h missing until then
             write_sums<kProjections>(partial, item, 0, const_cast<bf16*>(gemm.h), gemm.rows, team_thread(),
                                      kShrinkThreads);
             async_writes_fence();
             team_sync();
         }
+        if (!kCountsParts) return;
         grid_dependency_wait();
         if (team_thread() != 0) return;
         if (wrote) release_writes();
@@ -102,6 +105,6 @@ struct DirectShrinkTeam {
     __device__ __forceinline__ void run() {
         shrink<2>(mlp.gate_up, DirectTokens{hidden, memory.direct, mlp.gate_up.k_blocks * kBlockK});
         grid_dependency_wait();  // the counts of activations are the sort's
-        shrink<1>(mlp.down, NearTokens{mlp.down.tokens, mlp.down.rows});
+        shrink<1>(mlp.down, DownTokens{mlp.down.tokens, mlp.down.rows});
     }
 };

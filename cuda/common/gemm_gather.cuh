@@ -3,34 +3,34 @@
 
 #include "common/gemm_producer.cuh"
 
-// The tokens of a tile that is gathered: a lane knows those of row `lane` and of every 32nd from there, -1 for none.
+// The tokens of a tile that is gathered: a lane knows where those of row `lane / 8` and of every fourth from there
+// begin.
 struct GatheredRows {
-    int token[ceil_div(MAX_N, 32)];
+    uint32_t offset[MAX_N / 4];  // bytes from the first token's hidden states
     int num_rows;
 
     // What the sort wrote while this kernel ran already: by loads that are no `__ldg`.
     __device__ __forceinline__ void load(const Gemm& gemm, const TokenTile& tile) {
-        const int lane = threadIdx.x % 32;
+        const int row_bytes = gemm.k_blocks * kBlockBytes;
         num_rows = tile.num_rows;
 #pragma unroll
-        for (int i = 0; i < ceil_div(MAX_N, 32); ++i) {
-            const int row = 32 * i + lane;
-            token[i] = row < num_rows ? gemm.place_tokens[tile.first_row + row] : -1;
+        for (int i = 0; i < MAX_N / 4; ++i) {
+            const int row = 4 * i + threadIdx.x % 32 / 8;
+            offset[i] = row < num_rows ? gemm.place_tokens[tile.first_row + row] * row_bytes : 0;
         }
     }
     // Starts bringing one K-block to `target`, swizzled, 16 bytes a lane of four rows at once; `hidden` is that of the
     // first token.
-    __device__ __forceinline__ void copy(uint8_t* target, const uint8_t* hidden, uint32_t row_bytes) const {
+    __device__ __forceinline__ void copy(uint8_t* target, const uint8_t* hidden) const {
         const int lane = threadIdx.x % 32;
-        const int chunk = lane % 8 ^ lane / 8;
-        target += lane / 8 * kBlockBytes;
+        const int mine = num_rows - lane / 8;  // rows at most, of every fourth
+        uint8_t* const even = target + lane / 8 * kBlockBytes + (lane % 8 ^ lane / 8) * 16;
+        uint8_t* const odd = target + lane / 8 * kBlockBytes + (lane % 8 ^ lane / 8 ^ 4) * 16;
         hidden += lane % 8 * 16;
 #pragma unroll
         for (int row = 0; row < MAX_N; row += 4) {
             if (row >= num_rows) break;
-            const int from = __shfl_sync(~0u, token[row / 32], row % 32 + lane / 8);
-            async_copy16(target + row * kBlockBytes + (chunk ^ row % 8) * 16, hidden + max(from, 0) * row_bytes,
-                         from >= 0);
+            async_copy16((row % 8 ? odd : even) + row * kBlockBytes, hidden + offset[row / 4], row < mine);
         }
     }
 };
@@ -47,7 +47,7 @@ struct Gatherer {
             if (!source.shares_tokens(index)) {
                 barrier_wait(&memory.ring.barriers.empty[cursor.stage], cursor.parity ^ 1);
                 rows.copy(memory.stages + cursor.stage * kStageBytes + kWeightBytes,
-                          source.tokens + source.block(index) * kBlockBytes, source.k_blocks * kBlockBytes);
+                          source.tokens + source.block(index) * kBlockBytes);
                 async_copies_arrive(&memory.ring.barriers.full[cursor.stage]);
             }
             cursor.advance();

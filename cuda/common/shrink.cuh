@@ -8,6 +8,7 @@
 #define SHRINK_HALVES 2
 #endif
 
+#include "common/awaited.cuh"
 #include "common/shrink_item.cuh"
 
 constexpr int kShrinkTokens = 16;       // one M tile
@@ -30,21 +31,27 @@ struct Weights {
     }
 };
 
-// `operand.load(row, step, lane)` gives 16 bytes of a token: K elements 32 * step + 8 * (lane % 4) and on.
+// `operand.load(row, step, lane)` gives 16 bytes of a token: K elements 32 * step + 8 * (lane % 4) and on; if it is
+// `kAwaited`, some of them may be missing yet.
 template <typename Operand>
 __device__ __forceinline__ void multiply(float (&acc)[RANK_BLOCKS][4], const Weights& weights, const Operand& operand,
                                          const Item& item, int row, int step) {
     const int lane = threadIdx.x % 32;
     uint4 x[kUnroll][2];
+    bool missing;
+    do {
+        missing = false;
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u)
+        for (int u = 0; u < kUnroll; ++u)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int token = row + lane / 4 + 8 * half;
-            x[u][half] = step + u < item.end && token < item.num_rows && half < kHalves
-                             ? operand.load(item.first_row + token, step + u, lane)
-                             : uint4{0, 0, 0, 0};
-        }
+            for (int half = 0; half < 2; ++half) {
+                const int token = row + lane / 4 + 8 * half;
+                x[u][half] = step + u < item.end && token < item.num_rows && half < kHalves
+                                 ? operand.load(item.first_row + token, step + u, lane)
+                                 : uint4{0, 0, 0, 0};
+                if (Operand::kAwaited) missing |= is_missing(x[u][half]);
+            }
+    } while (missing);
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u)
 #pragma unroll
@@ -56,6 +63,7 @@ __device__ __forceinline__ void multiply(float (&acc)[RANK_BLOCKS][4], const Wei
 }
 
 struct PermutedTokens {
+    static constexpr bool kAwaited = false;
     const bf16* tokens;  // BlockMajorK [K/64, rows, 64]
     int rows;
     __device__ __forceinline__ uint4 load(int row, int step, int lane) const {

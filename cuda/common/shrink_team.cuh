@@ -1,7 +1,7 @@
-// What the warps of an expert MLP that shrink have in common.
+// What the warps that shrink beside both products have in common. `Mlp`, `Memory` and the threads of a block are those
+// of the kernel that includes this.
 #pragma once
 
-#include "common/mlp.cuh"
 #include "common/shrink_item.cuh"
 
 constexpr int kShrinkWarps = kShrinkThreads / 32;
@@ -9,14 +9,16 @@ constexpr int kWarpShares = kShares / kShrinkWarps;  // of K, that one of them s
 
 // Tokens of at most 2 GiB, BlockMajorK [K/64, rows, 64]: offsets in 32 bits save registers.
 struct NearTokens {
+    static constexpr bool kAwaited = false;
     const uint8_t* tokens;
     int rows;
     __device__ __forceinline__ int find(int row) const { return row; }
-    __device__ __forceinline__ uint4 load(int row, int step, int lane) const {
+    __device__ __forceinline__ const uint4* address(int row, int step, int lane) const {
         const int chunk = step % 2 * 4 + lane % 4;
         const int offset = (step / 2 * rows + row) * kBlockBytes + (chunk ^ (row & 7)) * 16;
-        return *reinterpret_cast<const uint4*>(tokens + offset);
+        return reinterpret_cast<const uint4*>(tokens + offset);
     }
+    __device__ __forceinline__ uint4 load(int row, int step, int lane) const { return *address(row, step, lane); }
 };
 
 // The thread among those that shrink, read anew: keeps the compiler from holding what follows from it in registers

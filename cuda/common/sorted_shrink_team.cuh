@@ -4,6 +4,7 @@
 // A is under way while the part before is still being written.
 #pragma once
 
+#include "common/mlp.cuh"
 #include "common/shrink_team.cuh"
 
 static_assert(RANK_BLOCKS == 2, "an M tile is two blocks of ranks");

@@ -1,0 +1,149 @@
+// What a block of the token MLP has: its warps, its shared memory, and how both products are dealt to the blocks.
+#pragma once
+
+#define BLOCK_M 16  // weight rows of one warp's product
+#include "common/barrier.cuh"
+#include "common/direct.cuh"
+#include "common/gemm_args.cuh"
+#include "common/gemm_groups.cuh"
+
+constexpr int kConsumerWarps = 8;
+constexpr int kConsumers = 32 * kConsumerWarps;
+[[maybe_unused]] constexpr int kShrinkThreads = LORA ? 128 : 0;  // behind the producing warp
+constexpr int kThreads = kConsumers + 32 + kShrinkThreads;
+constexpr int kMaxStages = 32;
+constexpr int kSliceBytes = BLOCK_M * kBlockBytes;  // 16 rows of a K-block
+constexpr int kRowPadding = 16;    // bytes that keep token rows in shared memory off each other's banks
+constexpr int kPlacedBarrier = 2;  // named barriers beside the consumers' own
+[[maybe_unused]] constexpr int kShrinkBarrier = 3;
+
+// The two products: of gate_up an item is `slices` times 16 rows of one tile, of down 16 rows of all of them.
+struct Mlp {
+    Gemm gate_up;
+    Gemm down;
+    int slices;
+    int num_stages;  // of the ring,
+    int stage_bytes;
+    int num_tiles;
+
+    __device__ __forceinline__ int parts() const { return ceil_div(gate_up.row_tiles, slices); }
+    __device__ __forceinline__ int num_items() const { return num_tiles * parts(); }
+};
+
+struct Ring {
+    uint64_t full[kMaxStages];
+    uint64_t empty[kMaxStages];
+    int begun;  // stages that the producer has begun to fill, of all rounds
+    int reserved;
+};
+
+// A place in a ring of any length.
+struct RingCursor {
+    int stage = 0;
+    uint32_t parity = 0;
+    int before = 0;  // stages, of all rounds
+    __device__ __forceinline__ void advance(int length, int stages = 1) {
+        before += stages;
+        stage += stages;
+        while (stage >= length) {
+            stage -= length;
+            parity ^= 1;
+        }
+    }
+};
+
+struct Memory {
+    uint8_t* stages;    // [num_stages, stage_bytes]
+    uint8_t* hidden;    // [tokens, row_bytes]
+    uint8_t* act;       // [kConsumerWarps, tokens, row_bytes]
+    uint32_t* results;  // [rows, 8] pairs of down outputs: 16 rows of the product of each permuted row
+    float* weights;     // [tokens, choices]
+    Ring& ring;
+    DirectTiles direct;
+
+    // Bytes of a token's row of what `gemm` multiplies.
+    static __device__ __forceinline__ int row_bytes(const Gemm& gemm) {
+        return gemm.k_blocks * kBlockBytes + kRowPadding;
+    }
+};
+
+// Where everything lies, the ring's stages last; the twin of `TokenMlp` in graphs/token_mlp.py.
+__device__ __forceinline__ Memory carve(uint8_t* shared, int stages_offset, int hidden_bytes, int act_bytes, int rows,
+                                        int num_experts) {
+    uint8_t* act = shared + hidden_bytes;
+    uint8_t* results = act + act_bytes;
+    uint8_t* weights = results + rows * 32;
+    uint8_t* ring = weights + kDirectRows * 4;
+    return Memory{shared + stages_offset,
+                  shared,
+                  act,
+                  reinterpret_cast<uint32_t*>(results),
+                  reinterpret_cast<float*>(weights),
+                  *reinterpret_cast<Ring*>(ring),
+                  DirectTiles(ring + sizeof(Ring), num_experts)};
+}
+
+// One thread does this.
+__device__ __forceinline__ void init_barriers(const Memory& memory, int num_stages) {
+    for (int i = 0; i < num_stages; ++i) {
+        barrier_init(&memory.ring.full[i], 1);
+        barrier_init(&memory.ring.empty[i], kConsumerWarps);
+    }
+    memory.ring.begun = 0;
+    barrier_init_fence();
+}
+
+// Starts bringing all hidden states to shared memory; `kThreads` threads take part.
+template <int kThreads>
+__device__ __forceinline__ void load_hidden_rows(const Memory& memory, const Gemm& gemm, const bf16* hidden,
+                                                 int num_tokens) {
+    const int chunks = gemm.k_blocks * (kBlockK / kChunk);
+    for (int i = threadIdx.x; i < num_tokens * chunks; i += kThreads)
+        async_copy16(memory.hidden + i / chunks * Memory::row_bytes(gemm) + i % chunks * 16,
+                     hidden + int64_t(i) * kChunk, true);
+}
+
+// The warp that keeps the ring full, from the first weight of gate_up to the last of down, which wait for nothing; a
+// lane a copy.
+struct TokenProducer {
+    const Mlp& mlp;
+    const Memory& memory;
+    RingCursor cursor;
+    const uint64_t policy = evict_first_policy();
+
+    // `k_blocks` times `bytes`, one every `stride` bytes from `source` on.
+    __device__ __forceinline__ void load(const uint8_t* source, int64_t stride, int bytes, int k_blocks) {
+        const int lane = threadIdx.x % 32;
+        const int most = mlp.stage_bytes / bytes;
+        for (int first = 0; first < k_blocks; first += most) {
+            const int count = min(most, k_blocks - first);
+            uint64_t* full = &memory.ring.full[cursor.stage];
+            barrier_wait(&memory.ring.empty[cursor.stage], cursor.parity ^ 1);
+            if (lane == 0) {
+                barrier_expect(full, count * bytes);
+                atomicAdd(&memory.ring.begun, 1);
+            }
+            __syncwarp();
+            if (lane < count)
+                bulk_load((memory.stages + cursor.stage * mlp.stage_bytes) + lane * bytes,
+                          source + (first + lane) * stride, bytes, full, policy);
+            cursor.advance(mlp.num_stages);
+        }
+    }
+    __device__ __forceinline__ void run() {
+        const Gemm& gate_up = mlp.gate_up;
+        const Gemm& down = mlp.down;
+        const int64_t gate_up_block = int64_t(gate_up.row_tiles) * kSliceBytes;
+        const int64_t down_block = int64_t(down.row_tiles) * kSliceBytes;
+        for (int item = blockIdx.x; item < mlp.num_items(); item += gridDim.x) {
+            const int first = item % mlp.parts() * mlp.slices;
+            const uint8_t* source = gate_up.weights + first * kSliceBytes +
+                                    memory.direct[item / mlp.parts()].expert * (gate_up_block * gate_up.k_blocks);
+            load(source, gate_up_block, min(mlp.slices, gate_up.row_tiles - first) * kSliceBytes, gate_up.k_blocks);
+        }
+        for (int slice = blockIdx.x; slice < down.row_tiles; slice += gridDim.x)
+            for (int tile = 0; tile < mlp.num_tiles; ++tile)
+                load(down.weights + slice * kSliceBytes + memory.direct[tile].expert * (down_block * down.k_blocks),
+                     down_block, kSliceBytes, down.k_blocks);
+    }
+};
