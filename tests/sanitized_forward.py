@@ -1,6 +1,7 @@
 """A few small forwards of every plan, captured and eager, with adapters: a program to run under a memory checker.
 
-Run it from the repository's root: ``compute-sanitizer --tool memcheck python tests/sanitized_forward.py``.
+Run it from the repository's root: ``compute-sanitizer --tool memcheck python tests/sanitized_forward.py``. With ``each``
+adapters come by a call of the driver for each copy: initcheck does not see what one call for all of them writes.
 """
 
 import sys
@@ -11,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 from gpu_engines import opened_engine  # noqa: E402
+from moelet.graphs import row_copies  # noqa: E402
 from moelet.graphs.program import Plan  # noqa: E402
 from moelet.layer.spec import LayerSpec, RoutingSpec  # noqa: E402
 from random_layers import random_adapter, random_batch, random_weights  # noqa: E402
@@ -53,4 +55,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if "each" in sys.argv[1:]:
+        row_copies.batch_call = lambda: None
     main()

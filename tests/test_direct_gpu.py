@@ -55,6 +55,7 @@ def test_the_same_bits_as_sorted(gpu: Gpu, name: str, choose: Callable[[Tensor, 
     layer: GpuLayer = gpu.layer(spec)
     if lora:
         layer.install(some_adapters(spec))
+    reached = False
     for shape in SHAPES:
         for tokens in {shape, max(shape - 1, 1)}:
             batch = random_batch(spec, tokens, seed=shape, slots=[0, -1, 2, 1, 3] if lora else None, drop=0.1)
@@ -70,8 +71,8 @@ def test_the_same_bits_as_sorted(gpu: Gpu, name: str, choose: Callable[[Tensor, 
             wanted = layer.forward(by_sort, batch)
             layer.poison()
             assert same_bits(layer.forward(direct, batch), wanted), (shape, tokens)
-            if choose is as_drawn:
-                assert wanted.abs().max() > 0 or name == "slice"
+            reached |= bool(wanted.abs().max() > 0)
+    assert reached or choose is not as_drawn
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["base", "lora"])

@@ -26,8 +26,9 @@ def test_the_checker_finds_nothing(gpu: Gpu, tool: str) -> None:  # noqa: ARG001
         pytest.skip("compute-sanitizer is not on the PATH")
     # Failed driver calls are exceptions already, and asking for one parameter too many is how a kernel's are counted.
     quiet = ["--report-api-errors", "no"] if tool == "memcheck" else []
+    program = ["tests/sanitized_forward.py", *(["each"] if tool == "initcheck" else [])]
     result = subprocess.run(
-        [checker, "--tool", tool, *quiet, "--error-exitcode", "9", sys.executable, "tests/sanitized_forward.py"],
+        [checker, "--tool", tool, *quiet, "--error-exitcode", "9", sys.executable, *program],
         cwd=ROOT,
         capture_output=True,
         text=True,
