@@ -7,8 +7,9 @@ from ..layer.layout import round_up
 from .gemm_config import MOST_SHARED_BYTES
 from .geometry import DIRECT_ROWS, SHRINK_BYTES, Geometry
 
-TOKENS = 8
-"""Tokens that it takes at the most: the columns of one instruction."""
+TOKENS = 3
+"""Tokens that it takes at the most: as many as it was held to the other kernels with, and measured. Its instruction has
+eight columns."""
 SLICE_ROWS, SLICE_BYTES = 16, 16 * 128
 """Weight rows that one warp multiplies, and their bytes of a K-block."""
 SLICES = (8, 6, 4, 2)

@@ -1,7 +1,7 @@
 """A few small forwards of every plan, captured and eager, with adapters: a program to run under a memory checker.
 
-Run it from the repository's root: ``compute-sanitizer --tool memcheck python tests/sanitized_forward.py``. With ``each``
-adapters come by a call of the driver for each copy: initcheck does not see what one call for all of them writes.
+Run it from the repository's root: ``compute-sanitizer --tool memcheck python tests/sanitized_forward.py``. With
+``each`` adapters come by a call of the driver for each copy: initcheck does not see what one call for all writes.
 """
 
 import sys

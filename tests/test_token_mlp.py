@@ -1,4 +1,4 @@
-"""How the token MLP is dealt to blocks: its shared memory, its ring, and the shapes that it is for."""
+"""How the token MLP is dealt to blocks, the shapes that it is for, and its place in a graph."""
 
 import re
 from dataclasses import replace
@@ -7,12 +7,19 @@ from math import ceil
 import pytest
 from benchmarks.shapes import SHAPES
 
+from fake_layer import FakeLayer
 from moelet.graphs import token_mlp
+from moelet.graphs.buffers import RoutingInput
 from moelet.graphs.compiler import SOURCES
 from moelet.graphs.gemm_config import MOST_SHARED_BYTES
 from moelet.graphs.geometry import SHRINK_BYTES, Geometry
+from moelet.graphs.hazards import Topology, find_hazards
+from moelet.graphs.pool import Variant
+from moelet.graphs.program import Plan
 from moelet.graphs.token_mlp import SLICE_BYTES, SLICE_ROWS, TokenMlp
 from moelet.layer.spec import LayerSpec
+from ordering import labelled, ordering_edges
+from random_layers import SHARED_SPEC
 
 SM_COUNT = 132
 
@@ -50,7 +57,7 @@ def test_one_token_of_small_experts_has_one() -> None:
 def test_more_experts_than_warps_are_left_to_the_expert_mlp() -> None:
     spec = SHAPES["qwen3-30b-a3b"]
     assert of(spec, 2) is None
-    assert of(replace(spec, num_local_experts=32, local_expert_offset=0), 4) is not None
+    assert of(replace(spec, num_local_experts=32, local_expert_offset=0), 3) is not None
     assert of(replace(spec, num_local_experts=8, local_expert_offset=0), token_mlp.TOKENS + 1) is None
 
 
@@ -72,3 +79,38 @@ def test_the_kernel_says_the_same_of_its_block() -> None:
     assert int(constants["kConsumerWarps"]) == token_mlp.WARPS
     assert int(constants["kMaxStages"]) == token_mlp.MOST_STAGES
     assert int(constants["kRowPadding"]) == token_mlp.ROW_PADDING
+
+
+def fake_slice(monkeypatch: pytest.MonkeyPatch, tokens: int) -> FakeLayer:
+    pytest.importorskip("cuda.bindings.driver")
+    return FakeLayer(monkeypatch, replace(SHARED_SPEC, num_local_experts=2, local_expert_offset=3), (tokens,))
+
+
+def topology(layer: FakeLayer, plan: Plan, variant: Variant) -> Topology:
+    graph = layer.pool.build(variant, plan, captured=True).graph
+    assert graph is not None
+    return graph.topology()
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["base", "lora"])
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_a_few_tokens_that_hit_few_experts_have_one_kernel(
+    tokens: int, lora: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = fake_slice(monkeypatch, tokens)
+    found = topology(layer, Plan.FUSED, Variant(tokens, RoutingInput.TOPK, lora))
+    assert [node.label for node in found.nodes] == ["sort", "token_mlp"]
+    assert find_hazards(found) == []
+    for edge in ordering_edges(found):
+        assert find_hazards(found.without(edge)) != [], labelled(found, [edge])
+    hasty = [replace(node, early=node.early | {"act"}) for node in found.nodes]
+    assert {hazard.buffer for hazard in find_hazards(replace(found, nodes=hasty))} == {"act"}
+
+
+@pytest.mark.parametrize("plan", [plan for plan in Plan if plan is not Plan.FUSED])
+def test_no_other_plan_of_so_few_has_a_hazard(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sort has act and h missing too, which their own kernels write then."""
+    layer = fake_slice(monkeypatch, 2)
+    found = topology(layer, plan, Variant(2, RoutingInput.TOPK, True))
+    assert "token_mlp" not in [node.label for node in found.nodes]
+    assert find_hazards(found) == []
