@@ -5,9 +5,13 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from moelet.graphs.packed import PackedAdapter, Packer
 from moelet.layer.adapter import Adapter
 from moelet.layer.adapter_loading import load_adapter
+from moelet.layer.checkpoint import open_checkpoint
+from moelet.layer.demo import write_demo
 from moelet.layer.spec import ModelSpec
 
 
@@ -38,6 +42,21 @@ class Reader:
 
     def packed(self, folder: Path, root: Path) -> PackedAdapter:
         return self.packer.pack(self(folder, root))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_demo(tmp_path_factory.mktemp("demo")).checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> ModelSpec:
+    return open_checkpoint(folder).model
+
+
+@pytest.fixture(scope="module")
+def reader(model: ModelSpec) -> Reader:
+    return Reader(model)
 
 
 def child_of(pid: int) -> int:

@@ -11,7 +11,7 @@ from benchmarks.forwards import Forwards
 from torch import Tensor
 
 from fake_driver import ok
-from fake_layer import LayerDriver, SourceKernels
+from fake_layer import LayerDriver, LoadedKernels
 from moelet.graphs import engine
 
 US = 100.0
@@ -55,19 +55,6 @@ class BenchDriver(LayerDriver):
 
     def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, function, threads, shared):
         return ok(1)
-
-
-class LoadedKernels(SourceKernels):
-    """Kernels as their sources declare them, to be closed like loaded ones."""
-
-    def __init__(self, *_: object) -> None:
-        pass
-
-    def seal(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def exact(forwards: Forwards) -> list[Tensor]:

@@ -82,6 +82,19 @@ class LayerDriver(FakeDriver):
         return super().cuStreamWaitEvent(stream, event, flags)
 
 
+class LoadedKernels(SourceKernels):
+    """Kernels as their sources declare them, to be closed like loaded ones."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def seal(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class FakeLayer:
     """The graph pool of one layer over the fake driver."""
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fake_driver import ok
-from fake_layer import LayerDriver, SourceKernels
+from fake_layer import LayerDriver, LoadedKernels
 
 pytest.importorskip("cuda.bindings.driver")
 
@@ -37,19 +37,6 @@ OPTIONS: dict[str, Any] = {
     "plan": Plan.SINGLE_STREAM,
 }
 """Under this plan a graph with adapters has more kernels than one without."""
-
-
-class LoadedKernels(SourceKernels):
-    """Kernels as their sources declare them, to be closed like loaded ones."""
-
-    def __init__(self, *_: object) -> None:
-        pass
-
-    def seal(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class Driver(LayerDriver):

@@ -1,5 +1,7 @@
 """The process that reads adapters, beside an event loop: what clients mean is what they get, or are told about."""
 
+# ruff: noqa: F401, F811 (fixtures are imported, and asked for by name)
+
 import asyncio
 import logging
 import os
@@ -11,11 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from adapter_readers import Reader, child_of, descriptors
+from adapter_readers import Reader, child_of, descriptors, folder, model, reader
 from moelet.graphs.packed import PackedAdapter
 from moelet.layer.adapter import Adapter
-from moelet.layer.checkpoint import open_checkpoint
-from moelet.layer.demo import write_demo
 from moelet.layer.errors import (
     AdapterCapacityError,
     AdapterForbiddenError,
@@ -23,25 +23,9 @@ from moelet.layer.errors import (
     AdapterRefusedError,
     RequestError,
 )
-from moelet.layer.spec import ModelSpec
 from moelet.service.adapter_reading import AdapterReading, ClientReader
 from moelet.service.adapter_roots import AdapterRoots
 from moelet.service.reading_process import ReadingProcess
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_demo(tmp_path_factory.mktemp("demo")).checkpoint
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> ModelSpec:
-    return open_checkpoint(folder).model
-
-
-@pytest.fixture(scope="module")
-def reader(model: ModelSpec) -> Reader:
-    return Reader(model)
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """The process that reads adapters: what it gives is what reading here gives, errors too, and no death of it is felt."""
 
+# ruff: noqa: F401, F811 (fixtures are imported, and asked for by name)
+
 import errno
 import logging
 import os
@@ -16,32 +18,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from adapter_readers import Reader, child_of, descriptors
+from adapter_readers import Reader, child_of, descriptors, folder, model, reader
 from eventually import eventually
 from moelet.graphs.packed import PackedAdapter
 from moelet.layer.adapter import Adapter
-from moelet.layer.checkpoint import open_checkpoint
-from moelet.layer.demo import write_demo
 from moelet.layer.errors import AdapterNotFoundError, AdapterRefusedError
-from moelet.layer.spec import ModelSpec
 from moelet.service.reading_process import ReadingProcess
 
 HERE = Path("here")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_demo(tmp_path_factory.mktemp("demo")).checkpoint
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> ModelSpec:
-    return open_checkpoint(folder).model
-
-
-@pytest.fixture(scope="module")
-def reader(model: ModelSpec) -> Reader:
-    return Reader(model)
 
 
 @pytest.fixture
