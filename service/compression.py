@@ -3,10 +3,9 @@
 import asyncio
 import zlib
 
-from starlette.exceptions import HTTPException
-
 from ..layer.errors import RequestError
 from .body import too_large
+from .errors import UnknownCodingError
 
 WINDOWS = {b"gzip": 31, b"deflate": 15}
 """Compressions by name, as zlib's ``wbits``: gzip's format and zlib's, never bare deflate."""
@@ -19,14 +18,14 @@ async def expanded(sent: bytes | memoryview, coding: bytes, max_bytes: int) -> b
     """``sent`` without its ``Content-Encoding``.
 
     Raises ``BodyTooLargeError`` when it expands to more than ``max_bytes``, ``RequestError`` when it does not
-    expand, and ``HTTPException`` 415 for a coding other than gzip, deflate and identity.
+    expand, and ``UnknownCodingError`` for a coding other than gzip, deflate and identity.
     """
     coding = coding.lower()
     if coding in (b"identity", b""):
         return sent
     if coding not in WINDOWS:
         sentence = f"Content-Encoding should be gzip or deflate, got {coding.decode('latin-1')}"
-        raise HTTPException(415, sentence, {"Accept-Encoding": "gzip, deflate"})
+        raise UnknownCodingError(sentence, "gzip, deflate")
     if len(sent) > THREAD_BYTES:
         return await asyncio.to_thread(expand, sent, coding, max_bytes)
     return expand(sent, coding, max_bytes)

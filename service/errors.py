@@ -34,6 +34,14 @@ class BodyTooLargeError(MoeletError):
     """The request's body is larger than ``--max-body-mb`` allows."""
 
 
+class UnknownCodingError(MoeletError):
+    """The request's body is compressed in a way that this service does not know; ``known`` lists the others."""
+
+    def __init__(self, message: str, known: str) -> None:
+        super().__init__(message)
+        self.known = known
+
+
 class UnavailableError(MoeletError):
     """The service takes no work at this moment; ``retry_after_s`` says when to ask again."""
 
@@ -52,6 +60,7 @@ STATUSES: tuple[tuple[type[MoeletError], int], ...] = (
     (AdapterCapacityError, 409),
     (AdapterError, 400),
     (BodyTooLargeError, 413),
+    (UnknownCodingError, 415),
     (UnavailableError, 503),
     (EngineFailedError, 503),
     (DeadlineExceededError, 504),
@@ -106,8 +115,18 @@ def response_for(error: Exception, path: str) -> Response:
         return error_response(400, "the connection ended before the body was complete", path=path)
     if not isinstance(error, MoeletError):
         return error_response(500, "an unexpected error happened in the service; its log has the details", path=path)
-    headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, UnavailableError) else None
-    return error_response(status_of(error), str(error), getattr(error, "param", None), headers, path=path)
+    return error_response(status_of(error), str(error), getattr(error, "param", None), _headers_of(error), path=path)
+
+
+def _headers_of(error: MoeletError) -> dict[str, str]:
+    """What the client may do instead."""
+    match error:
+        case UnavailableError():
+            return {"Retry-After": str(error.retry_after_s)}
+        case UnknownCodingError():
+            return {"Accept-Encoding": error.known}
+        case _:
+            return {}
 
 
 def validation_sentence(errors: list[Any]) -> tuple[str, str | None]:

@@ -56,6 +56,7 @@ LEFT: dict[str, tuple[int, bytes]] = {
     "escape": (200, put("%61", path="good")),
     "query": (200, put("a?b", path="good")),
     "gzip sent": (400, put("a", b"Content-Encoding: gzip", path="good")),
+    "a coding that is not known": (415, put("a", b"Content-Encoding: br", path="good")),
     "long body": (200, put("a", path="good", more="x" * LONGEST_BODY)),
     "long head": (200, put("a", b"A: " + b"b" * LONGEST, path="good")),
     "other method": (405, put("a", path="good").replace(b"PUT", b"POST", 1)),
@@ -108,6 +109,14 @@ def test_every_byte_of_an_answer_is_the_application_s(pair: Pair, begun: list[bo
     assert begun == ([True, True] if name in TAKEN else [False] * len(begun))
     assert loads(pair.fast) == loads(pair.slow)
     assert pair.fast.records() == pair.slow.records()
+
+
+def test_a_body_of_unknown_coding_is_the_client_s_fault_and_it_is_told_of_others(pair: Pair) -> None:
+    before = [loads(service)["invalid"] for service in (pair.fast, pair.slow)]
+    [(status, headers, body), *_] = pair.same(put("a", b"Content-Encoding: br", path="good"), LAST)
+    assert (status, headers["accept-encoding"]) == (415, "gzip, deflate")
+    assert json.loads(body)["error"]["type"] == "UnsupportedMediaTypeError"
+    assert [loads(service)["invalid"] for service in (pair.fast, pair.slow)] == [count + 1 for count in before]
 
 
 def test_a_new_name_is_created_and_a_replaced_one_s_pin_kept(pair: Pair) -> None:
