@@ -34,6 +34,9 @@ and a stream of its own has the output cross the bus.
 FETCHED_BYTES = 512 << 10
 """The largest input of a forward alone that a kernel brings; of more, a copy is the faster."""
 
+TAKEN, LOST, UNDER_WAY = range(3)
+"""How memory that a forward passed through can be had again: at once, sooner than that of another, or not yet."""
+
 
 def routing_input(batch: LayerBatch) -> RoutingInput:
     """What ``batch`` is routed by."""
@@ -47,10 +50,10 @@ class Arrival:
 
     ``finish`` makes the output, of a copy or, where there is a place for those that are ``lost``, of memory kept for
     it. One is lost that was waited for in vain: it may be written at any time, and its memory is not used again.
-    ``under_way`` until it is taken, and with it the memory it arrived in is free.
+    ``state`` is ``LOST`` until all of the forward is on the stream, then ``UNDER_WAY`` until ``result`` ends.
     """
 
-    __slots__ = ("_done", "_enter", "_finish", "_lost", "under_way")
+    __slots__ = ("_done", "_enter", "_finish", "_lost", "state")
 
     def __init__(
         self,
@@ -64,23 +67,35 @@ class Arrival:
         self._finish = finish
         self._enter = enter
         self._lost = lost
-        self.under_way = True
+        self.state = LOST
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the output is not there, or not taken, and somebody may wait for it."""
+        return self.state == UNDER_WAY
 
     def result(self) -> Tensor:
         """The output, bf16 ``[num_tokens, H]`` on the host; call once, from any thread."""
+        ended = LOST
+        try:
+            output = self._waited_for()
+            ended = TAKEN
+        finally:
+            self.state = ended
+        return output
+
+    def _waited_for(self) -> Tensor:
         if self._enter is not None:
             self._enter()
         if self._lost is None:
             self._done.synchronize()
-            output = self._finish()
-        else:
-            output = self._finish()  # only the memory is looked at, and the GPU still computes
-            try:
-                self._done.synchronize()
-            except BaseException:
-                self._lost.append(output)
-                raise
-        self.under_way = False
+            return self._finish()
+        output = self._finish()  # only the memory is looked at, and the GPU still computes
+        try:
+            self._done.synchronize()
+        except BaseException:
+            self._lost.append(output)
+            raise
         return output
 
 
@@ -90,7 +105,8 @@ class Staging:
     Tensors go in and out as runs of bytes: nothing here costs time per token but the copies. Outputs of up to
     ``kept_tokens`` tokens are not copied out of pinned memory, unless too many are held by who asked for them.
     A forward goes through the memory of the last one if that was waited for, else through the next: however many
-    forwards follow each other while one ahead of them is still to be waited for, that one's memory is left alone.
+    forwards follow each other, or fail, while one ahead of them is still to be waited for, that one's memory is left
+    alone.
     """
 
     kept_blocks = 16
@@ -124,7 +140,7 @@ class Staging:
             self._detour = Detour(depth, crossing, kept_tokens * row_bytes, streams)
         self._place = 0  # of the forward that was sent last,
         self._taken = 0  # and of the last whose output was asked for: one that was not leaves nothing behind
-        self._latest: Arrival | None = None
+        self._arrivals: list[Arrival | None] = [None] * depth  # the last in each place
         self._crossing: Detour | None = None  # what the forward that was sent last goes through
         self._written: Block | None = None  # what its last kernel writes
         self._pads = geometry.hidden_stride != geometry.hidden_size
@@ -155,8 +171,7 @@ class Staging:
         ``beside``: a forward computes meanwhile. ``direct``: the last kernel may write the output to where it is kept,
         and ``begin_receive`` follows, once it was launched. Fewer than ``depth`` may be under way.
         """
-        under_way = self._latest is not None and self._latest.under_way
-        self._place = (self._taken + under_way) % len(self._inputs)
+        self._place = self._next_place()
         fits = self._detour is not None and self._detour.holds(transfer.in_bytes, transfer.out_bytes)
         self._crossing = self._detour if beside and fits else None
         direct = direct and transfer.out_bytes <= (DIRECT_BYTES_BESIDE if beside else DIRECT_BYTES_ALONE)
@@ -184,22 +199,36 @@ class Staging:
     def begin_receive(self, transfer: Transfer, stream: Stream) -> Arrival:
         """Start the copy back of the forward that was sent last, unless its last kernel writes to where it is kept."""
         tokens, num_bytes, written = transfer.num_tokens, transfer.out_bytes, self._written
-        self._taken, self._written = self._place, None
+        place = self._taken = self._place
+        self._written = None
         block = written or self._kept.take(num_bytes)
         if block is not None:
             target = block.host
             finish = partial(self._kept.view, block, tokens, self.geometry.output_stride)
         else:
-            target = self._outputs[self._place].pointer
+            target = self._outputs[place].pointer
             finish = partial(self._copied, target, tokens)
+        done = self._done[place]
+        arrival = self._arrivals[place] = Arrival(done, finish, self._enter, lost=None if block is None else self._lost)
         if written is None and self._crossing is not None:
-            stream = self._crossing.take(self._place, target, transfer.output, num_bytes)
+            stream = self._crossing.take(place, target, transfer.output, num_bytes)
         elif written is None:
             copy_to_host(target, transfer.output, num_bytes, stream)
-        done = self._done[self._place]
         done.record(stream)
-        self._latest = Arrival(done, finish, self._enter, lost=None if block is None else self._lost)
-        return self._latest
+        arrival.state = UNDER_WAY
+        return arrival
+
+    def _next_place(self) -> int:
+        """That of the forward whose output was asked for last, if it was taken, else the next that can be had."""
+        depth = len(self._arrivals)
+        for place in (self._taken, (self._taken + 1) % depth):
+            if self._state(place) == TAKEN:
+                return place
+        return min(range(depth), key=self._state)
+
+    def _state(self, place: int) -> int:
+        arrival = self._arrivals[place]
+        return TAKEN if arrival is None else arrival.state
 
     def _copied(self, source: int, num_tokens: int) -> Tensor:
         """An output in memory of its own."""

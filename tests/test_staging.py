@@ -5,6 +5,7 @@
 import ctypes
 import gc
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -201,6 +202,28 @@ def test_memory_that_may_still_be_written_is_not_used_again(
         outputs.append(way.begin(value, direct=direct).result())
     assert all(block is None or block is not taken[0] for block in taken[1:])
     assert all(way.is_that_of(output, value) for value, output in enumerate(outputs, 2))
+
+
+@pytest.mark.parametrize("name", [*OUTBOUND, "cuMemcpyHtoDAsync", "cuEventSynchronize"])
+@pytest.mark.parametrize("failures", [1, 2, 3])
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "not direct"])
+def test_forwards_that_fail_leave_one_under_way_alone(
+    way: Way, name: str, failures: int, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever they do; and the next is itself again."""
+
+    def fails(*_: object) -> tuple[object]:
+        return (driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY,)
+
+    ahead = way.begin(1, direct=direct)
+    with monkeypatch.context() as patched:
+        patched.setattr(driver, name, fails)
+        for value in range(2, 2 + failures):
+            with suppress(DriverError):  # not all make every call
+                way.begin(value, beside=True, direct=direct).result()
+    behind = way.begin(9, beside=True, direct=direct)
+    assert way.is_that_of(ahead.result(), 1)
+    assert way.is_that_of(behind.result(), 9)
 
 
 def test_a_block_of_a_forward_that_was_not_launched_is_not_used_again(way: Way) -> None:
