@@ -14,6 +14,10 @@ from ..layer.errors import (
     RequestError,
 )
 
+LONGEST_PATH = 1 << 15
+"""Bytes of a path that a client may send, many times what any file system takes. The time to follow one grows with the
+square of its length: of one that fills a body it would be hours."""
+
 MOST_PASSES = 40
 """Over a path whose links lead through loops, as many as the kernel follows links."""
 
@@ -38,9 +42,11 @@ class AdapterRoots:
         if not sent or "\0" in sent:
             raise RequestError(f"{param} should be the path of an adapter's folder, got {sent!r}", param)
         try:
-            os.fsencode(sent)
+            length = len(os.fsencode(sent))
         except UnicodeEncodeError:
             raise RequestError(f"{param} is not a path: it has characters that no file name has", param) from None
+        if length > LONGEST_PATH:
+            raise RequestError(f"{param} should be a path of at most {LONGEST_PATH} bytes, got {length}", param)
 
     def resolve(self, sent: str, param: str) -> tuple[Path, Path]:
         """The folder that a client means, all links resolved, and the root that holds it; a relative path

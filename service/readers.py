@@ -18,11 +18,12 @@ import torch
 from ..layer.adapter import KeptAdapter
 from . import parcels
 from .adapter_reading import Read
+from .adapter_roots import LONGEST_PATH
 
 log = logging.getLogger(__name__)
 
 NAME = b"moelet-adapters"
-LONGEST_MESSAGE = 1 << 16
+LONGEST_MESSAGE = 2 * max(LONGEST_PATH, parcels.LONGEST_LETTER)
 OOM_SCORE = b"500"
 """Where the host runs out of memory, a load should fail and not the service."""
 NICENESS = 5

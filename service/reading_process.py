@@ -24,7 +24,6 @@ from .unmapping import Unmapping
 
 log = logging.getLogger(__name__)
 
-LONGEST_PATH = LONGEST_MESSAGE // 2
 _NOTHING = bytes(4)
 _ONE_FILE = socket.CMSG_LEN(4)
 
@@ -98,7 +97,7 @@ class ReadingProcess:
         """See ``ReadsBeside``; on one event loop, which does not wait for it."""
         async with self._turn:
             what = os.fsencode(sent), param.encode()
-            if self._gone or len(what[0]) > LONGEST_PATH:
+            if self._gone:
                 raise NobodyBesideError
             try:
                 self._watch()

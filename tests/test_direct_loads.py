@@ -39,6 +39,7 @@ TAKEN: dict[str, tuple[int, bytes]] = {
     "empty path": (400, put("a", path="")),
     "NUL": (400, put("a", path="a\0b")),
     "too long for a file system": (404, put("a", path="x" * 5000)),
+    "too long for any": (400, put("a", path="x/" * 20000)),
 }
 """Loads that are begun on the way past the application."""
 

@@ -24,7 +24,7 @@ from moelet.layer.errors import (
     RequestError,
 )
 from moelet.service.adapter_reading import AdapterReading, ClientReader
-from moelet.service.adapter_roots import AdapterRoots
+from moelet.service.adapter_roots import LONGEST_PATH, AdapterRoots
 from moelet.service.reading_process import ReadingProcess
 
 
@@ -106,8 +106,8 @@ def test_an_event_loop_is_not_told_of_what_nobody_waits_for(reader: Reader, fold
 def test_an_event_loop_reads_by_a_thread_what_nobody_beside_it_can(
     reader: Reader, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A path longer than a message, and everything once the process is gone."""
-    winding = "demo-a/../" * 10_000 + "demo-b"
+    """Nothing at first, the longest path neither, and everything once the process is gone."""
+    winding = "demo-b/../" * (LONGEST_PATH // 10 - 1) + "demo-b"
 
     async def read(process: ReadingProcess) -> None:
         reading = AdapterReading(AdapterRoots([folder]), process)

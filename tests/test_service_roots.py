@@ -15,7 +15,7 @@ from moelet.layer.errors import (
     ConfigurationError,
     RequestError,
 )
-from moelet.service.adapter_roots import AdapterRoots
+from moelet.service.adapter_roots import LONGEST_PATH, AdapterRoots
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,18 @@ def test_what_lies_outside_is_forbidden_whether_or_not_it_is_there(root: Path, s
     with pytest.raises(AdapterForbiddenError) as caught:
         AdapterRoots([root]).resolve(sent, "path")
     assert str(caught.value) == f"{sent} lies outside every adapter root of this service"
+
+
+@pytest.mark.parametrize("sent", ["x", "a/", "team/a/../", "/"])
+def test_a_path_longer_than_any_is_refused_unfollowed(root: Path, sent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    roots = AdapterRoots([root])
+    with monkeypatch.context() as patched:
+        patched.delattr(os.path, "realpath")
+        with pytest.raises(RequestError, match="path should be a path of at most 32768 bytes, got 32769") as refused:
+            roots.resolve((sent * (LONGEST_PATH + 1))[: LONGEST_PATH + 1], "path")
+    assert refused.value.param == "path"
+    with pytest.raises((AdapterForbiddenError, AdapterNotFoundError)):
+        roots.resolve("x" * LONGEST_PATH, "path")
 
 
 @pytest.mark.parametrize("sent", ["nothing", "team/b", "file", "file/a", "loop", "x" * 5000, "é", "~/x"])
