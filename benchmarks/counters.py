@@ -22,14 +22,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from moelet.graphs.program import Plan
 from moelet.layer.errors import ConfigurationError, MoeletError
 
 from . import ncu, options
 from .against import named
 from .report import Results, Row, Table, circumstances, fixed, write
 from .rig import Rig
-from .workload import Routing
 
 TOKENS = (1, 4, 16, 32, 64, 128, 256)
 LIMIT_S = 300.0
@@ -42,9 +40,8 @@ def parser() -> argparse.ArgumentParser:
     made = options.Parser(prog="moelet bench counters", description=(__doc__ or "").split("\n")[0])
     options.shape_options(made)
     work = made.add_argument_group("work")
-    options.lora_options(work)
-    work.add_argument("--routing", choices=[each.value for each in Routing], default="uniform")
-    work.add_argument("--plan", choices=[plan.value for plan in Plan], default=Plan.FUSED.value)
+    options.workload_options(work)
+    options.one_plan_option(work)
     options.run_options(made, tokens=TOKENS, timed=False)
     made.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="compare with float64")
     made.add_argument("--ncu", type=Path, metavar="PATH", help=f"Nsight Compute (that of PATH, or {ncu.USUAL_PLACE})")

@@ -26,7 +26,7 @@ from .measurement import geometry_of, workloads
 from .report import Results, Row, Table, circumstances, fixed
 from .rig import Rig
 from .timing import Timing
-from .workload import Routing, Workload, on_host, random_batches
+from .workload import Workload, on_host, random_batches
 
 TOKENS = (1, 16, 64, 256)
 WARM_UP = 8
@@ -38,8 +38,7 @@ def parser() -> argparse.ArgumentParser:
     made = options.Parser(prog="moelet bench host", description=(__doc__ or "").split("\n")[0])
     options.shape_options(made)
     work = made.add_argument_group("work")
-    options.lora_options(work)
-    work.add_argument("--routing", choices=[each.value for each in Routing], default="uniform")
+    options.workload_options(work)
     options.run_options(made, tokens=TOKENS)
     made.add_argument("--calls", type=options.replays, default=300, help="timed calls of the engine (300)")
     return made

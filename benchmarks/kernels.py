@@ -27,7 +27,7 @@ from .forwards import Forwards, WeightSet, forwards_per_graph
 from .measurement import geometry_of, workloads
 from .report import Results, Row, Table, circumstances, fixed
 from .rig import Rig
-from .workload import Routing, Workload, random_batches
+from .workload import Workload, random_batches
 
 TOKENS = (1, 16, 64, 256)
 MATRICES = {
@@ -55,9 +55,8 @@ def parser() -> argparse.ArgumentParser:
     made = options.Parser(prog="moelet bench kernels", description=(__doc__ or "").split("\n")[0])
     options.shape_options(made)
     work = made.add_argument_group("work")
-    options.lora_options(work)
-    work.add_argument("--routing", choices=[each.value for each in Routing], default="uniform")
-    work.add_argument("--plan", choices=[plan.value for plan in Plan], default=Plan.FUSED.value)
+    options.workload_options(work)
+    options.one_plan_option(work)
     options.run_options(made, tokens=TOKENS)
     return made
 

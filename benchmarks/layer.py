@@ -22,7 +22,6 @@ from . import against, options
 from .measurement import LARGEST_ERROR, LayerMeasurement
 from .report import Results, Row, Table, circumstances, fixed
 from .rig import Rig
-from .workload import Routing
 
 TOKENS = (1, 4, 16, 32, 64, 128, 256)
 TABLE = Table("T:5 LoRA:13 plan:23 us:7 p10:7 p90:7 experts:7 floor:7 of-it:6 /base:6 error:7")
@@ -33,10 +32,9 @@ def parser() -> argparse.ArgumentParser:
     made = options.Parser(prog="moelet bench layer", description=(__doc__ or "").split("\n")[0])
     options.shape_options(made)
     work = made.add_argument_group("work")
-    options.lora_options(work)
+    options.workload_options(work)
     work.add_argument("--shared-outer", action="store_true", help="measure adapters of the shared-outer layout too")
     work.add_argument("--plan", choices=["auto", "all", *(plan.value for plan in Plan)], default="auto")
-    work.add_argument("--routing", choices=[each.value for each in Routing], default="uniform")
     options.run_options(made, tokens=TOKENS)
     made.add_argument("--against", type=Path, metavar="RESULT", help="exit 1 if a row is over 3 %% slower than there")
     made.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="compare with float64")

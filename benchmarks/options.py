@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from moelet.graphs.program import Plan
 from moelet.layer.errors import ConfigurationError, MoeletError
 from moelet.layer.spec import LayerSpec
 
 from . import shapes
-from .workload import ALL
+from .workload import ALL, Routing
 
 NUMBERED = ("num_experts", "top_k", "hidden_size", "intermediate_size")
 
@@ -99,14 +100,20 @@ def run_options(parser: argparse.ArgumentParser, *, tokens: Sequence[int], timed
     group.add_argument("--commit", help="what to record as the commit where this is no git checkout")
 
 
-def lora_options(group: "argparse._ArgumentGroup") -> None:
-    """Add the options of which adapters, for benchmarks that take one workload after the other."""
+def workload_options(group: "argparse._ArgumentGroup") -> None:
+    """Add the options of which adapters and which routing, for benchmarks that take one workload after the other."""
     group.add_argument("--ranks", type=ranks, default=[0, 16], help="LoRA ranks, 0 for the base (0,16)")
     group.add_argument(
         "--adapters", type=adapter_counts, default=[1, 4], help="adapters mixed over the tokens (1,4), or all"
     )
     group.add_argument("--slots", type=int, default=8, help="adapter slots, which 'all' goes through in turn (8)")
     group.add_argument("--max-lora-rank", type=int, help="rank of the slots (the largest of --ranks)")
+    group.add_argument("--routing", choices=[each.value for each in Routing], default="uniform")
+
+
+def one_plan_option(group: "argparse._ArgumentGroup") -> None:
+    """Add the option of which plan, for benchmarks that take one."""
+    group.add_argument("--plan", choices=[plan.value for plan in Plan], default=Plan.FUSED.value)
 
 
 def check(options: argparse.Namespace) -> None:

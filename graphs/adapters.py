@@ -21,8 +21,6 @@ from .streams import Stream
 STAGING_BYTES = 4 << 20
 """Pinned memory that adapters pass through: what is under way at a time, so that a swap never holds the bus for longer
 than the tenth of a millisecond that this takes."""
-
-
 REMEMBERED = 64
 LONGEST_REMEMBERED = 1 << 15
 """What brings adapters of one shape to one slot is prepared once, of so many shapes and slots and for runs of so many

@@ -9,6 +9,8 @@ RANK_BLOCK = 8
 """Ranks are stored and read in blocks of this."""
 RANK_BLOCKS = 2
 """Blocks of ranks that one block of a shrink takes."""
+SHRINK_THREADS = 128
+"""Threads of a block that shrink beside both products."""
 EXCLUSIVE_BYTES = 114 << 10
 """Shared memory that keeps a second GEMM block off an SM: two on one would leave another idle."""
 LORA_ENTRIES = 8
@@ -65,7 +67,7 @@ class GemmConfig:
         """Threads of a block: two for each weight row, a producing warp, with ``lora`` one more unless ``wide``, and in
         an expert ``mlp`` one that gathers, unless ``direct``, and with ``lora`` four that shrink."""
         producers = 1 + (lora and not self.wide) + (mlp and not self.direct)
-        return 2 * self.block_m + 32 * producers + (128 if lora and mlp else 0)
+        return 2 * self.block_m + 32 * producers + (SHRINK_THREADS if lora and mlp else 0)
 
     def shared_bytes(self, *, staging: bool, lora_projections: int = 0, direct_for: DirectLayer | None = None) -> int:
         """Dynamic shared memory of a block; ``staging`` where the epilogue makes activations, ``lora_projections``

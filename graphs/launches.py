@@ -77,7 +77,6 @@ class Launches(MlpLaunches, WideLaunches):
         geometry = self.geometry
         blocks = min(max(-(-self.slot_rows // SORT_WARPS), 1 + self.lora), self.sm_count)
         lora_writes = {"row_slots", "groups", "num_groups"} if self.lora else set()
-        cleared = {"act"} | ({"gate_up_h", "down_h"} if self.lora else set()) if self.token_config else set()
         return self.kernels.get(kernels.sort(), dynamic=True).prepare(
             grid=(blocks, 1, 1),
             block=(SORT_WARPS * 32, 1, 1),
@@ -100,7 +99,7 @@ class Launches(MlpLaunches, WideLaunches):
                 "tile_rows": int32(self.tile),
                 "group_rows": int32(geometry.group_rows(self.num_tokens)),
                 "max_tokens": int32(self.num_tokens),
-                "tile_parts": int32(self.gate_up_parts),
+                "tile_parts": int32(2 * geometry.intermediate_stride // self.mlp_config.block_m),
                 "group_parts": int32(0 if self.direct else self.shrink_parts),
                 "row_parts": int32(self.shrink_parts if self.direct else 0),
                 **self._awaited(),
@@ -108,19 +107,17 @@ class Launches(MlpLaunches, WideLaunches):
             waits=True,
             holds=True,
             reads=self.routing_reads,
-            writes=frozenset(
-                {"places", "place_tokens", "tiles", "num_tiles", "tickets", "pending"} | lora_writes | cleared
-            ),
+            writes=frozenset({"places", "place_tokens", "tiles", "num_tiles", "tickets", "pending"} | lora_writes)
+            | self.awaited,
         )
 
     def _awaited(self) -> dict[str, Argument]:
-        """What the sort has missing for a token MLP: null where there is none."""
-        null, geometry = pointer(0), self.geometry
-        waits = self.token_config is not None
-        return {
-            "act": self.buffer("act") if waits else null,
-            "gate_up_h": self.lora_buffer("gate_up_h") if waits else null,
-            "down_h": self.lora_buffer("down_h") if waits else null,
+        """Where ``awaited`` lie, null for what is not among them, and their sizes."""
+        geometry = self.geometry
+        places = {
+            name: self.buffer(name) if name in self.awaited else pointer(0) for name in ("act", "gate_up_h", "down_h")
+        }
+        return places | {
             "act_blocks": int32(geometry.intermediate_blocks),
             "act_rows": int32(self.rows),
             "rank_blocks": int32(geometry.max_lora_rank // RANK_BLOCK if self.lora else 0),

@@ -3,6 +3,7 @@
 from ..layer.errors import EngineError
 from . import kernels
 from .arguments import Argument, int32, pointer
+from .gemm_config import SHRINK_THREADS
 from .kernel import PreparedLaunch
 from .lora_launches import GATE_UP, LoraLaunches
 from .streams import Stream
@@ -52,10 +53,9 @@ class MlpLaunches(LoraLaunches):
         if config is None:
             raise EngineError(f"there is no token MLP of {self.num_tokens} tokens of this layer")
         lora_reads = {"tiles", "groups"} if self.lora else set()
-        lora_writes = {"gate_up_h", "down_h"} if self.lora else set()
         return self.kernels.get(kernels.token_mlp(lora=self.lora), dynamic=True).prepare(
             grid=(self.sm_count, 1, 1),
-            block=(32 * (WARPS + 1) + (128 if self.lora else 0), 1, 1),
+            block=(32 * (WARPS + 1) + (SHRINK_THREADS if self.lora else 0), 1, 1),
             dynamic_shared_bytes=config.shared_bytes,
             stream=stream,
             arguments={
@@ -87,8 +87,7 @@ class MlpLaunches(LoraLaunches):
             programmatic=True,
             early=frozenset({"input"}),
             reads=frozenset({"input", "shared_weights"} | lora_reads),
-            writes=frozenset({"act", "down", "output"} | lora_writes),
-            label="token_mlp",
+            writes=self.awaited | {"down", "output"},
         )
 
     def _mlp_buffers(self) -> dict[str, Argument]:

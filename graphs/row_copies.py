@@ -28,8 +28,6 @@ COLUMNS = [SOURCE, WIDTH, TARGET, PITCH, WIDTH, HEIGHT]
 
 BatchCall = Callable[[int, int, int, int], int]
 """Takes the count and the address of operations, flags and a stream; gives a ``CUresult``."""
-
-
 Start = Callable[[], None]
 """Puts copies on their stream; what is put there next waits for them. Raises as ``driver.call`` does."""
 

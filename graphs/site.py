@@ -8,7 +8,7 @@ from .buffers import InputLayout, RoutingInput
 from .gemm_config import GemmConfig
 from .geometry import SHRINK_PARTS, Geometry, token_tile
 from .kernels import Kernels
-from .token_mlp import SLICE_ROWS, TokenMlp
+from .token_mlp import TokenMlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,13 @@ class Site:
         return TokenMlp.of(self.geometry, self.num_tokens, lora=self.lora, sm_count=self.sm_count)
 
     @property
+    def awaited(self) -> frozenset[str]:
+        """The buffers that a token MLP awaits without a count, which the sort has missing; none where there is none."""
+        if self.token_config is None:
+            return frozenset()
+        return frozenset({"act", "gate_up_h", "down_h"} if self.lora else {"act"})
+
+    @property
     def direct_input(self) -> dict[str, Argument]:
         """What a direct kernel reads of the input block."""
         return {name: self.input(name) for name in ("hidden_states", "topk_ids", "token_slots")}
@@ -95,12 +102,6 @@ class Site:
     def mlp_config(self) -> GemmConfig:
         """How that kernel is compiled."""
         return self.geometry.mlp_config(self.num_tokens, lora=self.lora, direct=self.direct)
-
-    @property
-    def gate_up_parts(self) -> int:
-        """Parts in which the activations of a token tile arrive."""
-        rows = SLICE_ROWS if self.token_config else self.mlp_config.block_m
-        return 2 * self.geometry.intermediate_stride // rows
 
     @property
     def shrink_parts(self) -> int:

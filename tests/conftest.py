@@ -1,6 +1,7 @@
 """Fixtures that several test modules share."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -32,12 +33,20 @@ def open_engine() -> "OpenEngine":
 
 
 @pytest.fixture(scope="module")
-def running_service(open_engine: "OpenEngine", tmp_path_factory: pytest.TempPathFactory) -> Iterator["RunningService"]:
-    """A service over the ``open_engine`` of the module, with good and bad adapters below its root."""
-    from running_service import running, write_bad_adapters
+def adapter_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with good and bad adapters below it."""
+    from running_service import write_bad_adapters
 
     root = tmp_path_factory.mktemp("adapters") / "root"
     root.mkdir()
     write_bad_adapters(root)
-    with running(open_engine, root) as service:
+    return root
+
+
+@pytest.fixture(scope="module")
+def running_service(open_engine: "OpenEngine", adapter_root: Path) -> Iterator["RunningService"]:
+    """A service over the ``open_engine`` of the module, with good and bad adapters below its root."""
+    from running_service import running
+
+    with running(open_engine, adapter_root) as service:
         yield service

@@ -15,7 +15,7 @@ from moelet.service.direct_loads import LONGEST, LONGEST_BODY, REMEMBERED, Direc
 from moelet.service.keys import Keys
 from moelet.service.request_id import MadeIds
 from raw_http import LAST, answered, connected
-from running_service import MAX_BODY_BYTES, OpenEngine, RunningService, write_bad_adapters
+from running_service import MAX_BODY_BYTES, OpenEngine, RunningService
 
 
 def put(name: str, *lines: bytes, body: bytes | None = None, **fields: Any) -> bytes:
@@ -81,17 +81,9 @@ def begun() -> Iterator[list[bool]]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("adapters") / "root"
-    root.mkdir()
-    write_bad_adapters(root)
-    return root
-
-
-@pytest.fixture(scope="module")
-def pair(open_engine: OpenEngine, root: Path, begun: list[bool]) -> Iterator[Pair]:
+def pair(open_engine: OpenEngine, adapter_root: Path, begun: list[bool]) -> Iterator[Pair]:
     begun.clear()  # what other tests began, wherever this one's turn comes
-    with paired(open_engine, root) as pair:
+    with paired(open_engine, adapter_root) as pair:
         yield pair
 
 
@@ -129,18 +121,20 @@ def test_a_new_name_is_created_and_a_replaced_one_s_pin_kept(pair: Pair) -> None
     assert [(record["version"], record["pinned"]) for record in records] == [(1, True), (2, True)]
 
 
-def test_keys_are_asked_for(open_engine: OpenEngine, root: Path, begun: list[bool]) -> None:
+def test_keys_are_asked_for(open_engine: OpenEngine, adapter_root: Path, begun: list[bool]) -> None:
     begun.clear()
     sent = [put("k", b"Authorization: Bearer %b" % key, path="good") for key in (b"user", b"admin", b"none")]
-    with paired(open_engine, None, more_roots=[root], keys=Keys(["user"], "admin")) as pair:
+    with paired(open_engine, None, more_roots=[adapter_root], keys=Keys(["user"], "admin")) as pair:
         said = pair.same(*sent, put("k", path="good"), LAST)
     assert [status for status, *_ in said[:4]] == [403, 201, 401, 401]
     assert begun == [True]
 
 
-def test_a_client_that_leaves_has_its_adapter_loaded(open_engine: OpenEngine, root: Path, begun: list[bool]) -> None:
+def test_a_client_that_leaves_has_its_adapter_loaded(
+    open_engine: OpenEngine, adapter_root: Path, begun: list[bool]
+) -> None:
     begun.clear()
-    with paired(open_engine, root) as pair:
+    with paired(open_engine, adapter_root) as pair:
         for service in (pair.fast, pair.slow):
             with connected(service) as client:
                 client.sendall(put("left", path="good"))
@@ -155,9 +149,9 @@ def test_what_comes_behind_a_load_waits_for_its_answer(pair: Pair) -> None:
     assert [status for status, *_ in said[:3]] == [201, 200, 201]
 
 
-def test_a_service_that_drains_loads_nothing(open_engine: OpenEngine, root: Path, begun: list[bool]) -> None:
+def test_a_service_that_drains_loads_nothing(open_engine: OpenEngine, adapter_root: Path, begun: list[bool]) -> None:
     begun.clear()
-    with paired(open_engine, None, more_roots=[root]) as pair:
+    with paired(open_engine, None, more_roots=[adapter_root]) as pair:
         for service in (pair.fast, pair.slow):
             service.service.lifecycle.draining = True
         [(status, headers, _), *_] = pair.same(put("a", path="good"), LAST)
@@ -211,11 +205,11 @@ def test_few_heads_are_remembered_and_none_that_is_refused(pair: Pair) -> None:
     assert known._remembered.cache_info().currsize == REMEMBERED
 
 
-def test_a_load_of_a_folder_that_went_is_told_of_by_the_client_s_path(pair: Pair, root: Path) -> None:
-    shutil.copytree(root / "good", root / "going")
+def test_a_load_of_a_folder_that_went_is_told_of_by_the_client_s_path(pair: Pair, adapter_root: Path) -> None:
+    shutil.copytree(adapter_root / "good", adapter_root / "going")
     sent = put("going", path="going")
     pair.same(sent, LAST)
-    shutil.rmtree(root / "going")
+    shutil.rmtree(adapter_root / "going")
     [(status, _, body), *_] = pair.same(sent, LAST)
     assert status == 404
     assert json.loads(body)["error"]["message"] == "no adapter found at going: there is no such folder"
@@ -226,7 +220,7 @@ def _head(sent: bytes) -> bytes:
     return sent[: sent.index(b"\r\n\r\n") + 4]
 
 
-def test_answers_are_whole_on_asyncio_s_own_loop(open_engine: OpenEngine, root: Path) -> None:
-    with paired(open_engine, None, more_roots=[root], loop="asyncio") as pair:
+def test_answers_are_whole_on_asyncio_s_own_loop(open_engine: OpenEngine, adapter_root: Path) -> None:
+    with paired(open_engine, None, more_roots=[adapter_root], loop="asyncio") as pair:
         said = pair.same(put("a", path="good") * 3 + put("a", path="absent") + LAST)
     assert [status for status, *_ in said[:4]] == [201, 200, 200, 404]

@@ -14,7 +14,7 @@ from moelet.service.keys import Keys, Right
 from moelet.service.v2.app import routes as v2_routes
 from moelet.service.v2.inference import Inferences
 from raw_http import answers, spoken
-from running_service import MAX_BODY_BYTES, OpenEngine, RunningService, hidden_states, running, write_bad_adapters
+from running_service import MAX_BODY_BYTES, OpenEngine, RunningService, hidden_states, running
 
 USER, OLD_USER, ADMIN = "user-key", "older-user-key", "admin-key"
 FORWARD = "/v1/layers/1/forward"
@@ -31,17 +31,9 @@ CHANGES = {
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("adapters") / "root"
-    root.mkdir()
-    write_bad_adapters(root)
-    return root
-
-
-@pytest.fixture(scope="module")
-def locked(open_engine: OpenEngine, root: Path) -> Iterator[RunningService]:
+def locked(open_engine: OpenEngine, adapter_root: Path) -> Iterator[RunningService]:
     """A service with two ordinary keys and an admin key."""
-    with running(open_engine, root, keys=Keys([USER, OLD_USER], ADMIN)) as service:
+    with running(open_engine, adapter_root, keys=Keys([USER, OLD_USER], ADMIN)) as service:
         yield service
 
 
@@ -160,9 +152,9 @@ def test_under_v2_the_error_is_the_protocol_s(locked: RunningService, path: str)
     ],
 )
 def test_which_keys_there_are_decides(
-    open_engine: OpenEngine, root: Path, api: list[str], admin: str | None, expected: dict[str, tuple[int, ...]]
+    open_engine: OpenEngine, adapter_root: Path, api: list[str], admin: str | None, expected: dict[str, tuple[int, ...]]
 ) -> None:
-    with running(open_engine, root, keys=Keys(api, admin)) as service:
+    with running(open_engine, adapter_root, keys=Keys(api, admin)) as service:
         load = {"lora_name": "a", "lora_path": "absent"}
         for what, statuses in expected.items():
             for key, status in zip((None, USER, ADMIN), statuses, strict=True):
