@@ -1,18 +1,19 @@
 """CUDA sources to cubins by NVRTC, unless a store has them already, and what ptxas reports of each."""
 
 import hashlib
-import os
 import re
 import struct
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ..layer.errors import ConfigurationError, DeviceUnavailableError, EngineError
 from .cubins import CubinStore, pack, unpack, write_whole
 from .driver import USE_CPU, Device, bindings
+from .side_by_side import Halt, side_by_side
+from .signal_actions import keeping_signal_actions
 
 nvrtc = bindings("nvrtc")
 
@@ -85,14 +86,47 @@ def compile_kernel(
     Headers are ``#include "common/….cuh"``. ``store`` defaults to the one that the environment names.
     Raises ``CompileError``, or ``ConfigurationError`` where there is no such source.
     """
+    specialisation = Specialisation(source_file, defines or {})
+    return compile_kernels([specialisation], arch, store=store, sources=sources)[str(specialisation)]
+
+
+def compile_kernels(
+    specialisations: Iterable[Specialisation],
+    arch: str = DEFAULT_ARCH,
+    *,
+    store: CubinStore | None = None,
+    sources: Path = SOURCES,
+    told: Callable[[int, int], None] | None = None,
+) -> dict[str, Cubin]:
+    """The cubins of ``specialisations`` by their texts, as ``compile_kernel`` gives them.
+
+    What is in no store is compiled side by side, by as many threads as there are cores, in the order given; ``told``
+    hears how many of those are done, and of how many. Raises as ``compile_kernel`` does once one fails.
+    """
     store = CubinStore.from_environment() if store is None else store
-    job = _Job.read(Specialisation(source_file, defines or {}), arch, sources)
-    kept = store.find(job.file_name)
-    if kept is None:
-        image, log = job.compile()
-        store.keep(job.file_name, image, log)
-        kept = (image, log, "compiled")
-    return Cubin(job.kernel, arch, kept[0], kept[1], parse_resources(kept[1], job.kernel), kept[2])
+    cubins: dict[str, Cubin] = {}
+    missing: list[_Job] = []
+    for text, specialisation in {str(each): each for each in specialisations}.items():
+        job = _Job.read(specialisation, arch, sources)
+        kept = store.find(job.file_name)
+        if kept is None:
+            missing.append(job)
+        else:
+            cubins[text] = job.cubin(*kept)
+    found = len(cubins)
+
+    def keep(job: _Job, compiled: tuple[bytes, str]) -> None:
+        store.keep(job.file_name, *compiled)
+        cubins[str(job.specialisation)] = job.cubin(*compiled, "compiled")
+        if told:
+            told(len(cubins) - found, len(missing))
+
+    if missing:
+        _begin_compiling()
+        if told:
+            told(0, len(missing))
+        side_by_side(_Job.compile, missing, ended=keep)
+    return cubins
 
 
 def compile_all(
@@ -100,26 +134,39 @@ def compile_all(
     arch: str,
     out_dir: Path,
     *,
-    jobs: int | None = None,
+    threads: int | None = None,
     sources: Path = SOURCES,
 ) -> list[Path]:
     """Compile ahead of time into ``out_dir``, to be named by ``MOELET_CUBIN_DIR``; needs no GPU.
 
     Raises ``CompileError`` for the first that fails, ``ConfigurationError`` where ``out_dir`` cannot be written.
     """
+    jobs = [_Job.read(specialisation, arch, sources) for specialisation in specialisations]
 
-    def build(specialisation: Specialisation) -> Path:
-        job = _Job.read(specialisation, arch, sources)
+    def build(job: _Job, halt: Halt) -> None:
         path = out_dir / job.file_name
         if not path.exists() or unpack(path.read_bytes()) is None:
-            write_whole(path, pack(*job.compile()))
-        return path
+            write_whole(path, pack(*job.compile(halt)))
 
+    _begin_compiling()
     try:
-        with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
-            return list(pool.map(build, specialisations))
+        side_by_side(build, jobs, threads=threads)
     except OSError as error:
         raise ConfigurationError(f"cubins cannot be written to {out_dir}: {error.strerror}") from error
+    return [out_dir / job.file_name for job in jobs]
+
+
+@cache
+def _begin_compiling() -> None:
+    """Let NVRTC compile nothing, once for a process: the first time it sets actions of its own on SIGINT and SIGTERM,
+    by which the process would end with a crash, and what it leaves behind lets waits go on after them."""
+
+    def compile_nothing() -> None:
+        program = _call(nvrtc.nvrtcCreateProgram, b"", b"nothing.cu", 0, [], [])
+        nvrtc.nvrtcCompileProgram(program, 0, [])
+        nvrtc.nvrtcDestroyProgram(program)
+
+    keeping_signal_actions(compile_nothing)
 
 
 def check_driver(device: Device) -> None:
@@ -195,12 +242,17 @@ class _Job:
             digest.update(struct.pack("<Q", len(part)) + part)
         return f"{self.kernel}-{digest.hexdigest()[:32]}.cubin"
 
-    def compile(self) -> tuple[bytes, str]:
-        """The cubin and the log. Raises ``CompileError``."""
+    def cubin(self, image: bytes, log: str, origin: str) -> Cubin:
+        """What is kept of it, or what it compiled to, as callers have it."""
+        return Cubin(self.kernel, self.arch, image, log, parse_resources(log, self.kernel), origin)
+
+    def compile(self, halt: Halt) -> tuple[bytes, str]:
+        """The cubin and the log. Raises ``CompileError``, also soon after a ``halt`` is called."""
         names, texts = [name.encode() for name, _ in self.headers], [text for _, text in self.headers]
         file_name = self.specialisation.source_file.encode()
         program = _call(nvrtc.nvrtcCreateProgram, self.source, file_name, len(names), texts, names)
         try:
+            _call(nvrtc.nvrtcSetFlowCallback, program, halt.callback, 0)
             options = [option.encode() for option in self.options]
             error = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
             log = _text(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog).decode(errors="replace")

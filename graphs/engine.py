@@ -1,7 +1,7 @@
 """The engine on the GPU: layers resident, every decode shape captured, adapters in slots of fixed address."""
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from .compiler import check_driver
 from .driver import Device, open_device
 from .fetching import Fetching
 from .geometry import Geometry
-from .kernels import Kernels, fetch
+from .kernels import Kernels, Progress, fetch
 from .limits import check_limits
 from .memory import DeviceBuffer
 from .plan_choice import Choice, choose
@@ -34,9 +34,6 @@ DECODE_SHAPES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Token counts captured by default, up to the decode limit."""
 MAX_EAGER_TOKENS = 8192
 """Tokens of the largest eager forward; a larger batch runs in parts of this."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how many steps of it are done, and of how many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,16 +105,20 @@ class GraphEngine:
             self._slots[index].fill_args(layer.args)
 
     def start(self, progress: Progress | None = None) -> None:
-        """Capture every decode shape of every geometry; layers of one geometry share them."""
+        """Compile every kernel, and capture every decode shape of every geometry; layers of one geometry share them."""
         geometries = list({layer.geometry: None for layer in self._layers.values()})
         self._memory = arena_memory(geometries, self._shapes, self._options.eager_tokens)
         self._memory.fill(0, self._streams.main)
+        self._pools = {geometry: self._pool(geometry, self._memory) for geometry in geometries}
+        asked = [specialisation for pool in self._pools.values() for specialisation in pool.kernels_asked()]
+        self._kernels.compile([fetch(), *asked], progress)
         fetching = Fetching(self._kernels.get(fetch()), self._streams.main, self._device.sm_count)
-        for geometry in geometries:
-            self._capture(geometry, self._memory, progress)
+        for geometry, pool in self._pools.items():
+            gc.collect()
+            pool.prepare(progress)
             self._stagings[geometry] = Staging(
                 geometry,
-                self._pools[geometry].most_tokens,
+                pool.most_tokens,
                 kept_tokens=self.batch_tokens,
                 depth=self.depth,
                 enter=self._device.make_current,
@@ -266,8 +267,8 @@ class GraphEngine:
         check_limits(geometry, self._shapes[-1] + 1, self._device.max_shared_memory)
         return geometry
 
-    def _capture(self, geometry: Geometry, memory: DeviceBuffer, progress: Progress | None) -> None:
-        pool = GraphPool(
+    def _pool(self, geometry: Geometry, memory: DeviceBuffer) -> GraphPool:
+        return GraphPool(
             geometry,
             self._shapes,
             self._options.eager_tokens,
@@ -278,15 +279,6 @@ class GraphEngine:
             plans={shape: self._choice(geometry, shape).plan for shape in self._shapes},
             memory=memory,
         )
-        self._pools[geometry] = pool
-        variants = pool.variants()
-        gc.collect()
-        for done, variant in enumerate(variants):
-            if progress:
-                progress("capturing graphs", done, len(variants))
-            pool.prepare(variant)
-        if progress:
-            progress("capturing graphs", len(variants), len(variants))
 
     def _slot_bank(self, slot: int) -> SlotBank:
         if self._bank is None or not 0 <= slot < self.max_loras:

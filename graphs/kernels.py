@@ -1,10 +1,12 @@
 """What each kernel is compiled for, and the loaded kernels of one engine."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Protocol
 
 from ..layer.errors import UnsupportedCheckpointError
 from ..layer.spec import RoutingMethod
-from .compiler import Specialisation, compile_kernel
+from .compiler import Cubin, Specialisation, compile_kernel, compile_kernels
 from .cubins import CubinStore
 from .gemm_config import (
     FEW_TILE,
@@ -27,6 +29,9 @@ METHODS = {
 }
 PER_LANE = (1, 2, 4, 8, 16, 32)
 """Experts a lane that the route kernel is specialised for: up to 1024 experts."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how many steps of it are done, and of how many."""
 
 
 def fetch() -> Specialisation:
@@ -206,15 +211,41 @@ def all_specialisations() -> list[Specialisation]:
     ]
 
 
+def effort(specialisation: Specialisation) -> int:
+    """How long a kernel takes to compile beside others, only so well that the longest can be begun with: what holds
+    both products and adapters, for many tokens."""
+    sizes = {"LORA": 0, "MAX_N": 0, "EPILOGUE": 0} | dict(specialisation.defines)
+    both = sizes["EPILOGUE"] == EPILOGUE_BOTH
+    return int(sizes["MAX_N"]) * (1 + int(sizes["LORA"])) * (8 if both else 1)
+
+
+class KernelSource(Protocol):
+    """Where launches have their kernels from."""
+
+    def get(self, specialisation: Specialisation, *, dynamic: bool = False) -> Kernel:
+        """See ``Kernels.get``."""
+
+
 class Kernels:
-    """The loaded kernels of one device, each compiled and loaded at first asking and never after ``seal``."""
+    """The loaded kernels of one device, each loaded at first asking, compiled then unless it is, and never after
+    ``seal``."""
 
     def __init__(self, arch: str, max_shared_bytes: int, store: CubinStore | None = None) -> None:
         self._arch = arch
         self._max_shared_bytes = max_shared_bytes
         self._store = store
+        self._compiled: dict[str, Cubin] = {}
         self._loaded: dict[str, Kernel] = {}
         self._sealed = False
+
+    def compile(self, specialisations: Iterable[Specialisation], progress: Progress | None = None) -> None:
+        """Compile, side by side, what ``get`` will be asked for; what a store has is only read.
+
+        Raises ``CompileError``.
+        """
+        longest_first = sorted(specialisations, key=effort, reverse=True)
+        told = partial(progress, "compiling kernels") if progress else None
+        self._compiled |= compile_kernels(longest_first, self._arch, store=self._store, told=told)
 
     def get(self, specialisation: Specialisation, *, dynamic: bool = False) -> Kernel:
         """The kernel; ``dynamic`` where it takes dynamic shared memory, of which it may then use all there is.
@@ -225,7 +256,9 @@ class Kernels:
         if key not in self._loaded:
             if self._sealed:
                 raise RuntimeError(f"kernel {key} was asked for after start-up: nothing is compiled or loaded then")
-            cubin = compile_kernel(specialisation.source_file, specialisation.defines, self._arch, store=self._store)
+            cubin = self._compiled.pop(key, None) or compile_kernel(
+                specialisation.source_file, specialisation.defines, self._arch, store=self._store
+            )
             shared_bytes = self._max_shared_bytes - cubin.resources.shared_bytes if dynamic else 0
             self._loaded[key] = Kernel(cubin, shared_bytes)
         return self._loaded[key]

@@ -4,12 +4,15 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
+from typing import NamedTuple
 
 from .arena import Arena, shared_memory
+from .asked import AskedKernels
 from .buffers import RoutingInput, plan_buffers
 from .capture import CapturedGraph, capture
+from .compiler import Specialisation
 from .geometry import Geometry
-from .kernels import Kernels
+from .kernels import Kernels, KernelSource, Progress
 from .launches import Launches
 from .memory import DeviceBuffer
 from .program import Plan, Program, build_program
@@ -51,6 +54,14 @@ class Runnable:
             self.program.run()
 
 
+class _Way(NamedTuple):
+    """How a variant of the pool runs."""
+
+    plan: Plan
+    captured: bool
+    wide: bool
+
+
 class GraphPool:
     """All variants of one geometry over one shared allocation.
 
@@ -88,14 +99,24 @@ class GraphPool:
         sizes = [*reversed(self.eager_shapes), *reversed(self.shapes)]
         return [Variant(size, routing, lora) for size in sizes for routing in RoutingInput for lora in with_lora]
 
-    def prepare(self, variant: Variant) -> None:
-        """Build the variant's program and, for a decode shape, capture it. Call for each of ``variants`` in order.
+    def kernels_asked(self) -> list[Specialisation]:
+        """The kernels that ``prepare`` will ask for: what its programs ask for when they are built without any."""
+        asked = AskedKernels()
+        for variant in self.variants():
+            way = self._way(variant)
+            self._programmed(variant, way.plan, asked, wide=way.wide)
+        return list(asked.specialisations.values())
 
-        Decode shapes with adapters have no wide GEMMs: their bits are those of every smaller batch and of every plan.
-        """
-        captured = variant.num_tokens not in self.eager_shapes
-        plan = self._plans[variant.num_tokens] if captured else EAGER_PLAN
-        self._runnables[variant] = self.build(variant, plan, captured=captured, wide=not (captured and variant.lora))
+    def prepare(self, progress: Progress | None = None) -> None:
+        """Build the program of every variant and capture those of decode shapes, the largest first."""
+        variants = self.variants()
+        for done, variant in enumerate(variants):
+            if progress:
+                progress("capturing graphs", done, len(variants))
+            way = self._way(variant)
+            self._runnables[variant] = self.build(variant, way.plan, captured=way.captured, wide=way.wide)
+        if progress:
+            progress("capturing graphs", len(variants), len(variants))
 
     def build(
         self,
@@ -109,23 +130,40 @@ class GraphPool:
     ) -> Runnable:
         """A runnable of ``variant`` under ``plan``, apart from those of the pool; tests compare such. ``wide``: by wide
         GEMMs where those are the faster."""
+        launches, program = self._programmed(variant, plan, self._kernels, delays=delays, apart=apart, wide=wide)
+        graph = capture(self._streams, program.run, str(variant)) if captured else None
+        return Runnable(variant, launches.arena, program, graph, launches.wide)
+
+    def _way(self, variant: Variant) -> _Way:
+        """Decode shapes with adapters have no wide GEMMs: their bits are those of smaller batches and of every plan."""
+        captured = variant.num_tokens not in self.eager_shapes
+        plan = self._plans[variant.num_tokens] if captured else EAGER_PLAN
+        return _Way(plan, captured, not (captured and variant.lora))
+
+    def _programmed(
+        self,
+        variant: Variant,
+        plan: Plan,
+        kernels: KernelSource,
+        *,
+        delays: Mapping[str, int] | None = None,
+        apart: bool = False,
+        wide: bool,
+    ) -> tuple[Launches, Program]:
         lora, fused = variant.lora, plan is Plan.FUSED or not variant.lora
         buffers = plan_buffers(self.geometry, variant.num_tokens, lora=lora, apart=not fused)
-        arena = Arena(buffers, self.memory)
         launches = Launches(
             self.geometry,
             variant.num_tokens,
             variant.routing,
             variant.lora,
-            arena,
-            self._kernels,
+            Arena(buffers, self.memory),
+            kernels,
             self._sm_count,
             apart,
             wide=wide and fused and self.geometry.wide_tile(variant.num_tokens, lora=lora) is not None,
         )
-        program = build_program(launches, self._streams, self._events, plan, delays)
-        graph = capture(self._streams, program.run, str(variant)) if captured else None
-        return Runnable(variant, arena, program, graph, launches.wide)
+        return launches, build_program(launches, self._streams, self._events, plan, delays)
 
     def runnable(self, num_tokens: int, routing: RoutingInput, lora: bool) -> Runnable:
         """The smallest prepared variant that holds ``num_tokens``."""

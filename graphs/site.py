@@ -7,7 +7,7 @@ from .arguments import Argument, int32, pointer
 from .buffers import InputLayout, RoutingInput
 from .gemm_config import GemmConfig
 from .geometry import SHRINK_PARTS, Geometry, token_tile
-from .kernels import Kernels
+from .kernels import KernelSource
 from .token_mlp import TokenMlp
 
 
@@ -24,7 +24,7 @@ class Site:
     routing: RoutingInput
     lora: bool
     arena: Arena
-    kernels: Kernels
+    kernels: KernelSource
     sm_count: int
     apart: bool = False
     wide: bool = False

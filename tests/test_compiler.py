@@ -161,7 +161,7 @@ def test_shipped_cubins_are_looked_in_first_and_never_written(
 ) -> None:
     shipped, cache = tmp_path / "shipped", tmp_path / "cache"
     wanted = [Specialisation("scale.cu", {"FACTOR": factor}) for factor in (2, 3)] + [Specialisation("shared.cu")]
-    paths = compile_all(wanted, "sm_90a", shipped, jobs=2, sources=sources)
+    paths = compile_all(wanted, "sm_90a", shipped, threads=2, sources=sources)
     assert [path.name.split("-")[0] for path in paths] == ["scale", "scale", "shared"]
     assert sorted(shipped.iterdir()) == sorted(paths)
     assert all(path.stat().st_mode & 0o777 == 0o644 for path in paths)
