@@ -65,8 +65,8 @@ class GemmConfig:
 
     def threads(self, *, lora: bool, mlp: bool = False) -> int:
         """Threads of a block: two for each weight row, a producing warp, with ``lora`` one more unless ``wide``, and in
-        an expert ``mlp`` one that gathers, unless ``direct``, and with ``lora`` four that shrink."""
-        producers = 1 + (lora and not self.wide) + (mlp and not self.direct)
+        an expert ``mlp`` one that signals, one that gathers, unless ``direct``, and with ``lora`` four that shrink."""
+        producers = 1 + (lora and not self.wide) + mlp + (mlp and not self.direct)
         return 2 * self.block_m + 32 * producers + (SHRINK_THREADS if lora and mlp else 0)
 
     def shared_bytes(self, *, staging: bool, lora_projections: int = 0, direct_for: DirectLayer | None = None) -> int:
@@ -87,7 +87,7 @@ class GemmConfig:
         ring_bytes = self.stages * (8 + 8 + 4)
         lora_ring_bytes = 2 * (8 + 8 + 8 + 8 + 4 + 4 + 4 + LORA_ENTRIES * 8)
         announcement_bytes = 2 * (8 + 8 + 4)
-        rings = (ring_bytes, lora_ring_bytes, announcement_bytes)
+        rings = (ring_bytes, lora_ring_bytes, announcement_bytes, 2 * (announcement_bytes + 8))
         return max(needed + sum(round_up(each, 16) for each in rings), EXCLUSIVE_BYTES)
 
     def _wide_shared_bytes(self, *, staging: bool) -> int:
