@@ -22,6 +22,8 @@ MLP_TILES = TOKEN_TILES[:4]
 FEW_TILE = TOKEN_TILES[0]
 """The one for which an expert MLP exists that sorts for itself and holds all hidden states, of as many tokens at most;
 halved row tiles are for it alone."""
+STAGES = {False: {8: 9, 16: 9, 32: 9, 64: 9, 128: 6}, True: {8: 8, 16: 8, 32: 8, 64: 6, 128: 4}}
+"""Stages of a ring, without and with LoRA, by the tokens of a tile: as many as there is shared memory for, up to nine."""
 WIDE_PIECE = 64
 """Tokens of a down tile that leave it together."""
 WIDE_TILES = (128, 160, 256)
@@ -104,9 +106,9 @@ def wide_config(tile: int) -> GemmConfig:
 
 
 def gemm_config(tile: int, *, lora: bool = False, direct: bool = False) -> GemmConfig:
-    """The configuration for token tiles of ``tile``: six stages keep 96 KiB of weights in flight on every SM. The
-    widest tile with LoRA leaves room for four."""
-    return GemmConfig(block_m=128, max_n=tile, stages=4 if lora and tile > 64 else 6, direct=direct)
+    """The configuration for token tiles of ``tile``: six stages keep 96 KiB of weights in flight on every SM, more
+    bridge the time that a tile takes to leave. The widest tile with LoRA leaves room for four."""
+    return GemmConfig(block_m=128, max_n=tile, stages=6 if direct else STAGES[lora][tile], direct=direct)
 
 
 def few_config() -> GemmConfig:
