@@ -84,17 +84,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     __shared__ Partial partial;
     if (shrinks)
         return DirectShrinkTeam{mlp,         memory, partial, hidden_states, routing, max_tokens * routing.choices,
-                                shrink_parts, Teller{memory.written.h}}
+                                shrink_parts}
             .run();
 #elif LORA
     __shared__ TeamMemory team;
-    if (shrinks) return SortedShrinkTeam{mlp, team, hidden_states, num_groups, Teller{memory.written.h}}.run();
+    if (shrinks) return SortedShrinkTeam{mlp, team, hidden_states, num_groups}.run();
 #endif
-    const int first_behind = kConsumers + 32 + (LORA ? 32 : 0);
-    if (threadIdx.x >= first_behind + kSignalThreads) return Gatherer{mlp.gate_up, memory}.run();
-    if (threadIdx.x >= first_behind) return Signaller{memory, pending, num_experts}.run();
+    constexpr int kFirstSignal = kConsumers + 32 + (LORA ? 32 : 0);
+    if (threadIdx.x >= kFirstSignal + kSignalThreads) return Gatherer{mlp.gate_up, memory}.run();
+    if (threadIdx.x >= kFirstSignal) return Signaller{mlp, memory, pending}.run();
     if (!consumes) return produce(producer, opened);
-    Teller teller{memory.written.activations};
     consume(memory, [&](Consumer& consumer, int item) {
         const bool is_down = mlp.is_down(item);
         const Gemm& gemm = is_down ? mlp.down : mlp.gate_up;
@@ -104,8 +103,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             consume_item<EPILOGUE_DOWN>(consumer, mlp.down, tile, place, tile.num_rows);
         } else {
             consume_item<EPILOGUE_ACTIVATION>(consumer, mlp.gate_up, tile, place, DIRECT ? MAX_N : tile.num_rows);
-            if (threadIdx.x == 0) teller.tell(tile.expert, place.row_tiles);
+            if (threadIdx.x == 0) memory.written_items.tell(item);
         }
     });
-    if (threadIdx.x == 0) teller.end();
+    if (threadIdx.x == 0) memory.written_items.tell(kNoItem);
 }

@@ -51,8 +51,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #if LORA
     __shared__ Partial partial;
     if (shrinks)
-        return DirectShrinkTeam{mlp, memory, partial, hidden_states, routing, max_tokens * choices, shrink_parts, Teller{}}
-            .run();
+        return DirectShrinkTeam{mlp, memory, partial, hidden_states, routing, max_tokens * choices, shrink_parts}.run();
 #endif
     TokenConsumer consumer{mlp, memory, max_tokens};
     for (int item = blockIdx.x; item < mlp.num_items(); item += gridDim.x) consumer.activate(item);

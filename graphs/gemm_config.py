@@ -22,8 +22,8 @@ MLP_TILES = TOKEN_TILES[:4]
 FEW_TILE = TOKEN_TILES[0]
 """The one for which an expert MLP exists that sorts for itself and holds all hidden states, of as many tokens at most;
 halved row tiles are for it alone."""
-STAGES = {False: {8: 9, 16: 9, 32: 9, 64: 9, 128: 6}, True: {8: 8, 16: 8, 32: 8, 64: 6, 128: 4}}
-"""Stages of a ring, without and with LoRA, by the tokens of a tile: as many as there is shared memory for, up to nine."""
+STAGES = {False: {8: 12, 16: 12, 32: 11, 64: 9, 128: 6}, True: {8: 6, 16: 6, 32: 6, 64: 6, 128: 4}}
+"""Stages of a ring, without and with LoRA, by the tokens of a tile."""
 WIDE_PIECE = 64
 """Tokens of a down tile that leave it together."""
 WIDE_TILES = (128, 160, 256)
@@ -89,7 +89,7 @@ class GemmConfig:
         ring_bytes = self.stages * (8 + 8 + 4)
         lora_ring_bytes = 2 * (8 + 8 + 8 + 8 + 4 + 4 + 4 + LORA_ENTRIES * 8)
         announcement_bytes = 2 * (8 + 8 + 4)
-        rings = (ring_bytes, lora_ring_bytes, announcement_bytes, 2 * (announcement_bytes + 8))
+        rings = (ring_bytes, lora_ring_bytes, announcement_bytes, announcement_bytes + 8)
         return max(needed + sum(round_up(each, 16) for each in rings), EXCLUSIVE_BYTES)
 
     def _wide_shared_bytes(self, *, staging: bool) -> int:

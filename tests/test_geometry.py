@@ -244,7 +244,7 @@ def assert_carved_up(
     """The kernel's shared memory is what is ``asked`` for, less what rounding its rings up and exclusion may add."""
     lora, down = projections > 0, epilogue in (EPILOGUE_DOWN, EPILOGUE_DOWN_FP32)
     threads = config.threads(lora=lora, mlp=epilogue == EPILOGUE_BOTH)
-    rings = "sizeof(Ring) + sizeof(LoraRing) + sizeof(Announcements) + sizeof(AllWritten)"
+    rings = "sizeof(Ring) + sizeof(LoraRing) + sizeof(Announcements) + sizeof(WrittenItems)"
     taken = f"STAGES * kStageBytes + kLoraStages * kLoraStageBytes + kStagingBytes + {rings}" + more
     asserts = [f"{taken} <= {asked}", f"kThreads == {threads}", f"kEntries == {LORA_ENTRIES}"]
     asserts += ["sizeof(Ring) % alignof(LoraRing) == 0", "kLoraStageBytes % 128 == 0"]

@@ -43,21 +43,6 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
         : "memory");
 }
 
-// Whether a wait would not wait.
-__device__ __forceinline__ bool barrier_passed(uint64_t* barrier, uint32_t parity) {
-    uint32_t passed;
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, done;\n"
-        "}\n"
-        : "=r"(passed)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
-    return passed;
-}
-
 __device__ __forceinline__ uint64_t evict_first_policy() {
     uint64_t policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -100,7 +85,8 @@ __device__ __forceinline__ void async_copies_wait() {
     async_shared_fence();
 }
 
-// Orders what this thread wrote to, or acquired of, global memory before bulk copies of it: a fence on either side.
+// Orders what this thread wrote to, or knows to be written in, global memory before bulk copies of it: a fence on
+// either side.
 __device__ __forceinline__ void async_writes_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Makes what the block wrote before its last barrier visible to whoever then sees a count go down.

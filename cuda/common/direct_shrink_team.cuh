@@ -29,7 +29,6 @@ struct DirectShrinkTeam {
     const Routing& routing;
     int max_rows;  // slot rows of the captured shape
     int parts;     // that a row's blocks of ranks are dealt to, of each projection
-    Teller teller;
 
     // The shares of K that this warp sums go side by side; all of A that fits into registers is under way before the
     // tokens are there.
@@ -83,10 +82,8 @@ struct DirectShrinkTeam {
         if (!kCountsParts) return;
         grid_dependency_wait();
         if (team_thread() != 0) return;
-        if (wrote)
-            tell_h<kProjections>(teller, gemm, group.expert);
-        else
-            count_down(const_cast<int*>(gemm.h_pending) + group.expert);
+        if (wrote) release_writes();
+        count_down(const_cast<int*>(gemm.h_pending) + group.expert);
     }
 
     // All parts of one product, dealt to the blocks in turn.
@@ -109,6 +106,5 @@ struct DirectShrinkTeam {
         shrink<2>(mlp.gate_up, DirectTokens{hidden, memory.direct, mlp.gate_up.k_blocks * kBlockK});
         grid_dependency_wait();  // the counts of activations are the sort's
         shrink<1>(mlp.down, DownTokens{mlp.down.tokens, mlp.down.rows});
-        if (team_thread() == 0) teller.end();
     }
 };

@@ -18,7 +18,7 @@ constexpr bool kGathers = kBoth && !DIRECT;  // a warp brings tokens of gate_up 
 constexpr int kConsumers = 2 * BLOCK_M;
 [[maybe_unused]] constexpr int kShrinkThreads = LORA && kBoth ? 128 : 0;  // behind the producers
 constexpr int kGatherThreads = kGathers ? 32 : 0;
-constexpr int kSignalThreads = kBoth ? 32 : 0;  // behind the producers too, those that gather come next
+constexpr int kSignalThreads = kBoth ? 32 : 0;
 constexpr int kThreads = kConsumers + 32 + (LORA ? 32 : 0) + kSignalThreads + kGatherThreads + kShrinkThreads;
 constexpr int kWeightBytes = BLOCK_M * kBlockBytes;
 constexpr int kTokenBytes = round_up(MAX_N * kBlockBytes, 1024);  // of one K-block
@@ -65,7 +65,7 @@ struct Ring {
     Barriers<STAGES> barriers;
     int item[STAGES];  // the item that a stage belongs to; kNoItem ends the work
 };
-// What a thread tells another warp: the items that the first producing warp has taken, or what has been written.
+// What a thread tells another warp.
 struct Announcements {
     uint64_t announced[2];
     uint64_t noted[2];  // by the other
@@ -83,9 +83,6 @@ struct Announcements {
         barrier_arrive(&announced[told.stage]);
         told.advance();
     }
-    __device__ __forceinline__ bool is_told(const Cursor<2>& heard) {
-        return barrier_passed(&announced[heard.stage], heard.parity);
-    }
     // A warp asks.
     __device__ __forceinline__ int hear(Cursor<2>& heard) {
         barrier_wait(&announced[heard.stage], heard.parity);
@@ -96,25 +93,21 @@ struct Announcements {
         return next;
     }
 };
-// What this block has written of what others await, for the warp that lets them know.
-struct Written {
+// The items whose activations this block has written, for the warp that lets others know.
+struct WrittenItems {
     Announcements ring;
-    int told;  // how many; registers are few
+    int count;  // not in registers, which are few
 
     __device__ __forceinline__ void init() {
         ring.init();
-        told = 0;
+        count = 0;
     }
     // By one thread alone.
-    __device__ __forceinline__ void tell(int what) {
-        Cursor<2> cursor{told % 2, uint32_t(told / 2 % 2)};
-        ring.tell(cursor, what);
-        ++told;
+    __device__ __forceinline__ void tell(int item) {
+        Cursor<2> told{count % 2, uint32_t(count / 2 % 2)};
+        ring.tell(told, item);
+        ++count;
     }
-};
-struct AllWritten {
-    Written activations;
-    Written h;
 };
 struct LoraRing {
     Barriers<2> barriers;
@@ -133,7 +126,7 @@ struct Memory {
     Ring& ring;
     LoraRing& lora;
     Announcements& gather_items;
-    AllWritten& written;
+    WrittenItems& written_items;
 };
 
 // What an item is of: a token tile, and one row tile or as many from there.
@@ -168,8 +161,8 @@ __device__ __forceinline__ Memory carve(uint8_t* shared, int k_blocks, int num_e
     uint8_t* ring = staging + kStagingBytes;
     uint8_t* lora_ring = ring + round_up(sizeof(Ring), 16);
     uint8_t* gather_items = lora_ring + round_up(sizeof(LoraRing), 16);
-    uint8_t* written = gather_items + round_up(sizeof(Announcements), 16);
-    uint8_t* direct = written + round_up(sizeof(AllWritten), 16);
+    uint8_t* written_items = gather_items + round_up(sizeof(Announcements), 16);
+    uint8_t* direct = written_items + round_up(sizeof(WrittenItems), 16);
     return Memory{shared,
                   hidden,
                   DirectTiles(direct, num_experts),
@@ -178,7 +171,7 @@ __device__ __forceinline__ Memory carve(uint8_t* shared, int k_blocks, int num_e
                   *reinterpret_cast<Ring*>(ring),
                   *reinterpret_cast<LoraRing*>(lora_ring),
                   *reinterpret_cast<Announcements*>(gather_items),
-                  *reinterpret_cast<AllWritten*>(written)};
+                  *reinterpret_cast<WrittenItems*>(written_items)};
 }
 
 // One thread does this; a block-wide barrier must follow.
@@ -189,7 +182,6 @@ __device__ __forceinline__ void init_barriers(const Memory& memory) {
         memory.lora.items.init();
     }
     if (kGathers) memory.gather_items.init();
-    if (kBoth) memory.written.activations.init();
-    if (kBoth && LORA) memory.written.h.init();
+    if (kBoth) memory.written_items.init();
     barrier_init_fence();
 }

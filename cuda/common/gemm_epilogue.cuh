@@ -72,7 +72,5 @@ __device__ __forceinline__ void store_activation(const float (&acc)[N / 2], cons
         *reinterpret_cast<uint4*>(out + row * kBlockK + (chunk ^ (row & 7)) * kChunk) =
             *reinterpret_cast<const uint4*>(staging + column * kBlockK + (chunk ^ (column & 7)) * kChunk);
     }
-    // With both products in one kernel, other blocks bring this tile in as tokens of down.
-    if (kBoth) async_writes_fence();
     named_barrier_sync(1, kConsumers);
 }

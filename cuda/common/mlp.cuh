@@ -40,50 +40,26 @@ __device__ __forceinline__ void load_item(LoraProducer<Mlp>& producer, const Mlp
         producer.load_tiles<false>(mlp.gate_up, item);
 }
 
-// One of those that write what others await: of each count that goes down it tells the warp below, and goes on.
-struct Teller {
-    Written& written;
-    __device__ __forceinline__ void tell(int count, int parts) { written.tell(count | parts << 16); }
-    __device__ __forceinline__ void end() { written.tell(kNoItem); }
-};
-
-// The warp that counts down what has been written. The fence before that takes microseconds while weights stream, for
-// which neither those that multiply nor those that shrink can stop.
+// The warp that counts down what has been written, as whoever awaits activations must see it. The fence before that
+// takes microseconds while weights stream, and those that multiply cannot stop for as long.
 struct Signaller {
+    const Mlp& mlp;
     const Memory& memory;
-    int* pending;  // [3, num_experts], and the sum of the first
-    int num_experts;
+    int* pending;  // [experts] parts of activations that are still to come, and behind h's the sum of them
 
-    // Hears what was told, if anything, or that there is no more.
-    __device__ __forceinline__ static int hear(Written& written, Cursor<2>& heard, bool& open) {
-        if (!open || !written.ring.is_told(heard)) return kNoItem;
-        const int told = written.ring.hear(heard);
-        open = told != kNoItem;
-        return told;
-    }
-    __device__ __forceinline__ void count(int told) const {
-        if (told == kNoItem || threadIdx.x % 32 != 0) return;
-        const int index = told & 0xffff;
-        count_down(pending + index, told >> 16);
-        if (index < num_experts) count_down(pending + 3 * num_experts, told >> 16);
-    }
     __device__ __forceinline__ void run() const {
-        constexpr int kPause = 64;  // nanoseconds
-        Cursor<2> heard_activations;
-        Cursor<2> heard_h;
-        bool activations = true;
-        bool h = LORA;
+        Cursor<2> heard;
         grid_dependency_wait();  // the counts are the sort's
-        while (activations || h) {
-            const int of_activations = hear(memory.written.activations, heard_activations, activations);
-            const int of_h = LORA ? hear(memory.written.h, heard_h, h) : kNoItem;
-            if (of_activations == kNoItem && of_h == kNoItem) {
-                __nanosleep(kPause);
-                continue;
-            }
+        while (true) {
+            const int item = memory.written_items.ring.hear(heard);
+            if (item == kNoItem) break;
+            const Place place = place_of(mlp.gate_up, item);
+            const int expert = tile_of(mlp.gate_up, memory, place).expert;
+            if (threadIdx.x % 32 != 0) continue;
+            async_writes_fence();
             release_writes();
-            count(of_activations);
-            count(of_h);
+            count_down(pending + expert, place.row_tiles);
+            count_down(pending + 3 * mlp.gate_up.num_experts, place.row_tiles);
         }
     }
 };

@@ -42,9 +42,3 @@ __device__ __forceinline__ void await_tokens(const int* awaited) {
     if (threadIdx.x % 32 == 0) await_parts(awaited);
     __syncwarp();
 }
-
-// A part of an expert's h is written.
-template <int kProjections>
-__device__ __forceinline__ void tell_h(Teller& teller, const Gemm& gemm, int expert) {
-    teller.tell((3 - kProjections) * gemm.num_experts + expert, 1);
-}

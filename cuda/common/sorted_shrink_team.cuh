@@ -110,7 +110,6 @@ struct SortedShrinkTeam {
     TeamMemory& memory;
     const bf16* hidden;
     const int* num_groups;
-    Teller teller;
 
     template <int kProjections>
     __device__ __forceinline__ void keep(float (&acc)[kProjections][4], int share) const {
@@ -148,7 +147,7 @@ struct SortedShrinkTeam {
 
     // All groups' chunks of ranks of one product, dealt to the blocks in turn.
     template <int kProjections, typename Operand>
-    __device__ __forceinline__ void shrink(const Gemm& gemm, const Operand& operand) {
+    __device__ __forceinline__ void shrink(const Gemm& gemm, const Operand& operand) const {
         constexpr int kDepth = kProjections == 2 ? 3 : 5;  // steps in flight
         const int k_steps = 2 * gemm.k_blocks;
         const int chunks = ceil_div(gemm.max_rank, kTeamRanks);
@@ -187,8 +186,9 @@ struct SortedShrinkTeam {
                 write<kProjections>(gemm, group, index % chunks, chunks);
                 async_writes_fence();
                 team_sync();
-                if (team_thread() == 0) tell_h<kProjections>(teller, gemm, group.expert);
-            } else if (team_thread() == 0) {
+            }
+            if (team_thread() == 0) {
+                if (written) release_writes();
                 count_down(const_cast<int*>(gemm.h_pending) + group.expert);
             }
         }
@@ -237,9 +237,8 @@ struct SortedShrinkTeam {
             }
     }
 
-    __device__ __forceinline__ void run() {
+    __device__ __forceinline__ void run() const {
         shrink<2>(mlp.gate_up, GatheredTokens{hidden, mlp.gate_up.place_tokens, mlp.gate_up.k_blocks * kBlockK});
         shrink<1>(mlp.down, NearTokens{mlp.down.tokens, mlp.down.rows});
-        if (team_thread() == 0) teller.end();
     }
 };

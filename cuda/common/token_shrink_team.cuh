@@ -3,11 +3,6 @@
 
 #define SHRINK_UNROLL 4
 #define SHRINK_HALVES 1
-// h tells by itself.
-struct Teller {
-    __device__ __forceinline__ void tell(int, int) {}
-    __device__ __forceinline__ void end() {}
-};
 #include "common/shrink.cuh"
 #include "common/shrink_team.cuh"
 
