@@ -12,6 +12,7 @@ from .gemm_config import (
     TOKEN_TILES,
     WIDE_TILES,
     GemmConfig,
+    deep_config,
     few_config,
     gemm_config,
 )
@@ -194,6 +195,9 @@ class Geometry:
         tile = token_tile(self, num_tokens)
         if direct and tile == FEW_TILE and self._gate_up_items(num_tokens) <= HALVED_ITEMS:
             return few_config()
+        deep = deep_config()
+        if direct and not lora and deep.shared_bytes(staging=True, direct_for=self) <= MOST_SHARED_BYTES:
+            return deep
         return gemm_config(tile, lora=lora, direct=direct)
 
     def _gate_up_items(self, num_tokens: int) -> float:

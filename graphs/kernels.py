@@ -15,6 +15,7 @@ from .gemm_config import (
     TOKEN_TILES,
     WIDE_TILES,
     GemmConfig,
+    deep_config,
     few_config,
     gemm_config,
     wide_config,
@@ -171,7 +172,7 @@ def for_tiles(tiles: Iterable[int], *, lora: bool) -> list[Specialisation]:
 def expert_mlps() -> list[Specialisation]:
     """The kernels that hold both products, of sorted tokens and of few tokens as they came."""
     tiles = [(FEW_TILE, True)] + [(tile, False) for tile in MLP_TILES]
-    return [
+    return [expert_mlp(deep_config(), lora=False)] + [
         expert_mlp(config, lora=adds)
         for adds in (False, True)
         for config in (few_config(), *(gemm_config(tile, lora=adds, direct=direct) for tile, direct in tiles))

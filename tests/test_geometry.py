@@ -17,6 +17,7 @@ from moelet.graphs.gemm_config import (
     TOKEN_TILES,
     GemmConfig,
     few_config,
+    deep_config,
     gemm_config,
 )
 from moelet.graphs.geometry import DIRECT_ROWS, GROUP_ROWS, MLP_GROUP_ROWS, Geometry, token_tile
@@ -183,7 +184,7 @@ def test_the_gemm_asks_for_the_shared_memory_that_it_carves_up(
 @pytest.mark.parametrize(
     ("epilogue", "lora"), [(EPILOGUE_ACTIVATION, False), (EPILOGUE_BOTH, False), (EPILOGUE_BOTH, True)]
 )
-@pytest.mark.parametrize("config", [gemm_config(FEW_TILE, direct=True), few_config()], ids=str)
+@pytest.mark.parametrize("config", [gemm_config(FEW_TILE, direct=True), deep_config(), few_config()], ids=str)
 def test_the_direct_kernels_ask_for_the_shared_memory_that_they_carve_up(
     config: GemmConfig, epilogue: int, lora: bool, experts: int, tmp_path: Path
 ) -> None:
