@@ -24,6 +24,8 @@ constexpr int kStepBytes = kRankBlock * 32 * 2;  // eight ranks by 32 elements o
 constexpr int kColumnBytes = 2 * kStepBytes;     // by a K-block
 constexpr int kRowsPerThread = kRows * kChunksPerRow / kThreads;
 constexpr int kStageBytes = kRowBytes + kColumns * kColumnBytes;
+constexpr int kChunksPerColumn = kColumnBytes / 16;  // of a K-block
+constexpr int kAPerThread = kColumns * kChunksPerColumn / kThreads;
 
 struct Column {
     const uint8_t* a;  // null: written as zero, for the other projection has more ranks
@@ -122,9 +124,11 @@ struct Part {
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
 
-    // Starts bringing K-block `block`: this thread's chunks (`source` has those of the first), and the columns' A.
-    __device__ __forceinline__ void load(const uint8_t* const (&source)[kRowsPerThread], int block,
-                                         int num_columns) const {
+    using Source = const uint8_t* const (&)[kRowsPerThread];
+    using ASource = const uint8_t* const (&)[kAPerThread];
+
+    // Starts bringing K-block `block`: this thread's chunks of rows (`source` has those of the first) and of A.
+    __device__ __forceinline__ void load(Source source, ASource a, int block) const {
         uint8_t* stage = stages + block % kStages * kStageBytes;
 #pragma unroll
         for (int i = 0; i < kRowsPerThread; ++i) {
@@ -132,21 +136,17 @@ struct Part {
             const int chunk = threadIdx.x % kChunksPerRow ^ (row & 7);
             async_copy16(stage + row * kBlockBytes + chunk * 16, source[i] + block * kBlockBytes, row < num_rows);
         }
-        for (int i = threadIdx.x; i < num_columns * (kColumnBytes / 16); i += kThreads) {
-            const int column = i / (kColumnBytes / 16);
-            const int offset = i % (kColumnBytes / 16) * 16;
-            const uint8_t* a = columns[column].a;
-            if (a != nullptr)
-                async_copy16(stage + kRowBytes + column * kColumnBytes + offset,
-                             a + int64_t(block) * kColumnBytes + offset, true);
-        }
+#pragma unroll
+        for (int i = 0; i < kAPerThread; ++i)
+            if (a[i] != nullptr)
+                async_copy16(stage + kRowBytes + (threadIdx.x + i * kThreads) * 16, a[i] + block * kColumnBytes, true);
     }
 
-    using Sums = float[kColumns][4];
-
-    // `live`: the columns that this warp's rows have.
-    __device__ __forceinline__ void multiply(Sums& sums, int block, uint32_t live) const {
+    // The columns from `first` on, as many as there are sums.
+    template <int kCount>
+    __device__ __forceinline__ void multiply(float (&sums)[kCount][4], int block, int first) const {
         const uint8_t* stage = stages + block % kStages * kStageBytes;
+        const uint8_t* a_stage = stage + kRowBytes + first * kColumnBytes + lane * 16;
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
             uint4 x[2];
@@ -157,36 +157,37 @@ struct Part {
                 x[i] = *reinterpret_cast<const uint4*>(stage + row * kBlockBytes + chunk * 16);
             }
 #pragma unroll
-            for (int c = 0; c < kColumns; ++c) {
-                if (!(live >> c & 1)) continue;
-                const uint4 a = *reinterpret_cast<const uint4*>(stage + kRowBytes + c * kColumnBytes +
-                                                                step * kStepBytes + lane * 16);
+            for (int c = 0; c < kCount; ++c) {
+                const uint4 a = *reinterpret_cast<const uint4*>(a_stage + c * kColumnBytes + step * kStepBytes);
                 mma_m16n8k16(sums[c], x[0].x, x[1].x, x[0].y, x[1].y, a.x, a.y);
                 mma_m16n8k16(sums[c], x[0].z, x[1].z, x[0].w, x[1].w, a.z, a.w);
             }
         }
     }
-    __device__ __forceinline__ uint32_t live_columns(int num_columns) const {
-        uint32_t live = 0;
+    // Of `num_columns` those that this warp's rows meet are from `first` on; returns how many there are to the last.
+    __device__ __forceinline__ int met_columns(int num_columns, int& first) const {
+        int last = 0;
+        first = kColumns;
         for (int c = 0; c < num_columns; ++c) {
-            const Column& column = columns[c];
-            const bool mine = column.first < warp * 16 + 16 && column.last > warp * 16;
-            live |= uint32_t(mine && column.a != nullptr) << c;
+            if (columns[c].first >= warp * 16 + 16 || columns[c].last <= warp * 16) continue;
+            first = min(first, c);
+            last = c + 1;
         }
-        return live;
+        return max(last - first, 0);
     }
-    __device__ __forceinline__ void store(const Sums& sums, bf16* h, int num_columns) const {
+    template <int kCount>
+    __device__ __forceinline__ void store(const float (&sums)[kCount][4], bf16* h, int first, int num_columns) const {
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
-            if (c >= num_columns) break;
-            const Column column = columns[c];
+        for (int c = 0; c < kCount; ++c) {
+            if (first + c >= num_columns) break;
+            const Column column = columns[first + c];
             bf16* target = h + column_offset(column.index, first_row, rows) + lane % 4 * 2;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int row = warp * 16 + i * 8 + lane / 4;
-                if (row >= column.first && row < column.last)
-                    *reinterpret_cast<uint32_t*>(target + row * kRankBlock) =
-                        pack_bf16(sums[c][2 * i] * column.scaling, sums[c][2 * i + 1] * column.scaling);
+                if (row < column.first || row >= column.last) continue;
+                const uint32_t pair = pack_bf16(sums[c][2 * i] * column.scaling, sums[c][2 * i + 1] * column.scaling);
+                *reinterpret_cast<uint32_t*>(target + row * kRankBlock) = column.a == nullptr ? 0 : pair;
             }
         }
     }
@@ -203,25 +204,45 @@ struct Part {
         }
     }
 
-    // All of K once: makes `num_columns` columns, and where `copy` is given stores the rows there, BlockMajorK.
-    __device__ __forceinline__ void pass(const uint8_t* const (&source)[kRowsPerThread], uint8_t* copy, bf16* h,
+    // All of K once, for `kCount` columns of this warp; other warps may make more or fewer of theirs meanwhile.
+    template <int kCount>
+    __device__ __forceinline__ void pass(Source source, ASource a, uint8_t* copy, bf16* h, int first,
                                          int num_columns) const {
-        Sums sums = {};
-        const uint32_t live = live_columns(num_columns);
+        float sums[kCount][4] = {};
         for (int block = 0; block < kStages - 1; ++block) {
-            if (block < k_blocks) load(source, block, num_columns);
+            if (block < k_blocks) load(source, a, block);
             async_copies_commit();
         }
+#pragma unroll 1
         for (int block = 0; block < k_blocks; ++block) {
             async_copies_arrived<kStages - 2>();
-            __syncthreads();
-            if (block + kStages - 1 < k_blocks) load(source, block + kStages - 1, num_columns);
+            named_barrier_sync(1, kThreads);
+            if (block + kStages - 1 < k_blocks) load(source, a, block + kStages - 1);
             async_copies_commit();
             if (copy != nullptr) copy_out(copy, block);
-            multiply(sums, block, live);
+            multiply(sums, block, first);
         }
-        store(sums, h, num_columns);
-        __syncthreads();
+        store(sums, h, first, num_columns);
+        named_barrier_sync(1, kThreads);
+    }
+    // Makes `num_columns` columns, and where `copy` is given stores the rows there, BlockMajorK.
+    __device__ __forceinline__ void run(Source source, uint8_t* copy, bf16* h, int num_columns) const {
+        const uint8_t* a[kAPerThread];
+#pragma unroll
+        for (int i = 0; i < kAPerThread; ++i) {
+            const int chunk = threadIdx.x + i * kThreads;
+            const int column = chunk / kChunksPerColumn;
+            a[i] = column < num_columns ? columns[column].a : nullptr;
+            if (a[i] != nullptr) a[i] += chunk % kChunksPerColumn * 16;
+        }
+        int first;
+        const int count = met_columns(num_columns, first);
+        if (count > 4)
+            pass<8>(source, a, copy, h, 0, num_columns);
+        else if (count > 2)
+            pass<4>(source, a, copy, h, min(first, kColumns - 4), num_columns);
+        else
+            pass<2>(source, a, copy, h, min(first, kColumns - 2), num_columns);
     }
 };
 
