@@ -181,7 +181,7 @@ struct WideConsumer {
                         *reinterpret_cast<uint32_t*>(target + 2 * block_major_offset(8 * j + token + t, feature, 0)) =
                             pack_bf16(sums[i], sums[i + 2]);
                 }
-            async_proxy_fence();
+            async_shared_fence();
             sync();
             if (stores && row_tile < gemm.row_tiles)
                 bulk_store(out + first * kBlockK, target, min(kPiece, tile.num_rows - first) * kBlockBytes);

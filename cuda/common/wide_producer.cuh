@@ -98,7 +98,7 @@ struct WideProducer {
                         uint4{0, 0, 0, 0};
             }
         }
-        async_proxy_fence();
+        async_shared_fence();
         const int total_rows = __reduce_add_sync(~0u, num_rows);
         if (lane == 0) {
             memory.ring.item[stage] = item;
