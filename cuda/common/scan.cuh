@@ -1,4 +1,4 @@
-// Prefix sums over a warp and over a block.
+// Prefix sums over a warp and over a block, and what a warp does with them.
 #pragma once
 
 #include "common/types.cuh"
@@ -11,6 +11,14 @@ __device__ __forceinline__ int warp_inclusive_scan(int value) {
         if (threadIdx.x % 32 >= step) value += before;
     }
     return value;
+}
+
+// Things of one kind lie in a row, those of lane 0 first; each lane has as many as end at its `end`. The lane whose is
+// number `index`, the lanes from `lanes` on having none.
+__device__ __forceinline__ int lane_that_has(int index, int end, int lanes) {
+    int owner = 0;
+    for (int lane = 0; lane < min(lanes, 32) - 1; ++lane) owner += __shfl_sync(~0u, end, lane) <= index;
+    return owner;
 }
 
 // Sum of `value` over the threads before this one; `total` gets the sum over all. `warp_sums` holds 32 ints of

@@ -10,6 +10,7 @@
 #include "common/layer_args.cuh"
 #include "common/layout.cuh"
 #include "common/lora.cuh"
+#include "common/scan.cuh"
 #include "common/tiles.cuh"
 
 constexpr int kWarps = 4;
@@ -90,18 +91,10 @@ struct ColumnList {
         const int num_groups = tile.groups >> 16;
         for (; batch < num_groups; batch += 32, next = 0) {
             const int mine = columns_of(batch + lane);
-            int end = mine;
-#pragma unroll
-            for (int step = 1; step < 32; step *= 2) {
-                const int lower = __shfl_up_sync(~0u, end, step);
-                if (lane >= step) end += lower;
-            }
+            const int end = warp_inclusive_scan(mine);
             const int count = min(__shfl_sync(~0u, end, 31) - next, kColumns);
             if (count <= 0) continue;
-            // This lane's column belongs to the first group that ends beyond it.
-            int owner = 0;
-            for (int other = 0; other < min(num_groups - batch, 32) - 1; ++other)
-                owner += __shfl_sync(~0u, end, other) <= next + lane;
+            const int owner = lane_that_has(next + lane, end, num_groups - batch);
             const int column = next + lane - __shfl_sync(~0u, end - mine, owner);
             if (lane < count) columns[lane] = column_of(group_of(batch + owner), column);
             next += count;

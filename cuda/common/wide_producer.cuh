@@ -129,10 +129,7 @@ struct WideProducer {
             const int total = __shfl_sync(~0u, end, 31);
             const bool last_batch = batch + 32 >= num_groups;
             for (int entry = 0; entry < total; entry += kLoraBlocks) {
-                // This lane's entry belongs to the first group that ends beyond it.
-                int owner = 0;
-                for (int other = 0; other < min(num_groups - batch, 32) - 1; ++other)
-                    owner += __shfl_sync(~0u, end, other) <= entry + lane;
+                const int owner = lane_that_has(entry + lane, end, num_groups - batch);
                 const int block = entry + lane - __shfl_sync(~0u, end - group.rank_blocks, owner);
                 load_entries(group.of_lane(owner), block, min(kLoraBlocks, total - entry), tile, item,
                              last_batch && entry + kLoraBlocks >= total);
