@@ -38,7 +38,7 @@ struct Share {
 
     __device__ __forceinline__ Share(const LayerArgs* layer, const LoraGroup& of, int num_experts, int first, int last,
                                      int first_column)
-        : group(of), entry(layer->lora[of.slot * num_experts + of.expert]) {
+        : group(of), entry(layer->entry_of(of.slot, of.expert, num_experts)) {
         first_row = max(group.first_row, first);
         num_rows = max(min(group.first_row + group.num_rows, last) - first_row, 0);
         columns = max(min(ceil_div(entry.rank[2], kRankBlock) - first_column, kColumns), 0);
@@ -166,8 +166,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
         const int first = tile.first_row + item / chunks % kParts * kRows;
         const int last = tile.first_row + min(tile.num_rows, (item / chunks % kParts + 1) * kRows);
         const int first_column = item % chunks * kColumns;
-        for (int i = 0; i < tile.groups >> 16; ++i) {
-            const Share share(layer, groups[(tile.groups & 0xffff) + i], num_experts, first, last, first_column);
+        for (int i = 0; i < tile.num_groups(); ++i) {
+            const Share share(layer, groups[tile.first_group() + i], num_experts, first, last, first_column);
             if (share.num_rows == 0 || share.columns == 0) continue;
             if (shrink.warp == kWarps)
                 shrink.load(share, first_column, policy);

@@ -47,7 +47,7 @@ struct LoraProducer {
     // Entries are the (group, block of ranks) pairs whose block lies in one chunk of kHBlocks, numbered group by group.
     template <bool kDown>
     __device__ __forceinline__ void load_tile(const Gemm& gemm, const TokenTile& tile, int row_tile) {
-        const int num_groups = tile.groups >> 16;
+        const int num_groups = tile.num_groups();
         for (int batch = 0; batch < num_groups; batch += 32) {
             GroupSource<kDown> group(gemm, tile, row_tile, batch + lane);
             group.join();

@@ -13,8 +13,8 @@ __device__ __forceinline__ int warp_inclusive_scan(int value) {
     return value;
 }
 
-// Things of one kind lie in a row, those of lane 0 first; each lane has as many as end at its `end`. The lane whose is
-// number `index`, the lanes from `lanes` on having none.
+// The lane that number `index` belongs to, where the lanes have numbers in turn, each those before its `end`; lanes
+// from `lanes` on have none.
 __device__ __forceinline__ int lane_that_has(int index, int end, int lanes) {
     int owner = 0;
     for (int lane = 0; lane < min(lanes, 32) - 1; ++lane) owner += __shfl_sync(~0u, end, lane) <= index;

@@ -44,7 +44,7 @@ __device__ __forceinline__ Item read_item(const LayerArgs* layer, const LoraGrou
                                           int k_steps, int max_rank) {
     const int max_blocks = max_rank / kRankBlock;
     const int chunks = ceil_div(max_blocks, RANK_BLOCKS);
-    const LoraEntry entry = layer->lora[group.slot * num_experts + group.expert];
+    const LoraEntry entry = layer->entry_of(group.slot, group.expert, num_experts);
     Item item;
     item.projection = index / chunks;
     item.first_block = index % chunks * RANK_BLOCKS;

@@ -44,7 +44,7 @@ struct Adapters {
     __device__ __forceinline__ Adapters(const Gemm& gemm, int index, int slice) {
         grid_dependency_wait();
         const TokenTile tile = gemm.tiles[index];
-        count = tile.groups >> 16;
+        count = tile.num_groups();
         groups = GroupSource<kDown>(gemm, tile, slice, threadIdx.x % 32);
         for (int block = 0; block < groups.rank_blocks; ++block) {
             const uint8_t* b = groups.b + int64_t(block) * gemm.row_tiles * kTileFragmentBytes;

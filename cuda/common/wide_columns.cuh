@@ -59,15 +59,13 @@ struct ColumnList {
     int next = 0;   // and the column among theirs
     const int lane = threadIdx.x % 32;
 
-    __device__ __forceinline__ LoraGroup group_of(int index) const {
-        return lora.groups[(tile.groups & 0xffff) + index];
-    }
+    __device__ __forceinline__ LoraGroup group_of(int index) const { return lora.groups[tile.first_group() + index]; }
     __device__ __forceinline__ LoraEntry entry_of(const LoraGroup& of) const {
-        return lora.layer->lora[of.slot * lora.num_experts + of.expert];
+        return lora.layer->entry_of(of.slot, of.expert, lora.num_experts);
     }
     // How many columns a group has in this part.
     __device__ __forceinline__ int columns_of(int index) const {
-        if (index >= tile.groups >> 16) return 0;
+        if (index >= tile.num_groups()) return 0;
         const LoraGroup of = group_of(index);
         if (of.first_row >= first_row + num_rows || of.first_row + of.num_rows <= first_row) return 0;
         const LoraEntry entry = entry_of(of);
@@ -88,7 +86,7 @@ struct ColumnList {
     }
     // Fills `columns` and returns how many there were left for it; the warp's lanes go together.
     __device__ __forceinline__ int fill(Column* columns) {
-        const int num_groups = tile.groups >> 16;
+        const int num_groups = tile.num_groups();
         for (; batch < num_groups; batch += 32, next = 0) {
             const int mine = columns_of(batch + lane);
             const int end = warp_inclusive_scan(mine);

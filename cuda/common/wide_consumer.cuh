@@ -200,7 +200,7 @@ struct WideConsumer {
 #pragma unroll
             for (int i = 0; i < MAX_N / 2; ++i) sums[i] = 0.0f;
 #endif
-            if (LORA && tile.groups >> 16) expand();
+            if (LORA && tile.num_groups() != 0) expand();
             with_wide_width(tile.num_rows, [&]<int N>(Width<N>) { multiply<N>(); });
             const int row_tile = row_tile_of(gemm, item, rank);
             if (IS_DOWN)

@@ -55,7 +55,7 @@ struct WideProducer {
     // Weights do not depend on the kernels before: a first ring of them is under way while those finish, unless the
     // adapters' part comes first.
     __device__ __forceinline__ int start(const WideSource& source, int item) {
-        if (LORA && source.tile.groups >> 16) {
+        if (LORA && source.tile.num_groups() != 0) {
             grid_dependency_wait();
             return 0;
         }
@@ -122,7 +122,7 @@ struct WideProducer {
     // this lane's of the first 32.
     __device__ __forceinline__ void load_groups(const WideSource& source, Groups group, int item) {
         const TokenTile& tile = source.tile;
-        const int num_groups = tile.groups >> 16;
+        const int num_groups = tile.num_groups();
         for (int batch = 0; batch < num_groups; batch += 32) {
             if (batch > 0) group = Groups(gemm, tile, source.row_tile, batch + lane);
             const int end = warp_inclusive_scan(group.rank_blocks);
