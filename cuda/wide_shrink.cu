@@ -19,8 +19,7 @@ constexpr int kColumns = 8;
 constexpr int kThreads = (kWarps + 1) * 32;
 constexpr int kStages = 4;
 constexpr int kTokenBytes = kRows * kBlockBytes;
-constexpr int kStepBytes = kRankBlock * 32 * 2;  // eight ranks by 32 elements of K
-constexpr int kColumnBytes = 2 * kStepBytes;     // by a K-block
+constexpr int kColumnBytes = 2 * kAStepBytes;  // of A by a K-block
 constexpr int kStageBytes = kTokenBytes + kColumns * kColumnBytes;
 
 struct Ring {
@@ -101,14 +100,9 @@ struct Shrink {
             for (int c = 0; c < kColumns; ++c) {
                 if (c >= share.columns) break;
                 const uint4 a = *reinterpret_cast<const uint4*>(stage + kTokenBytes + c * kColumnBytes +
-                                                                step * kStepBytes + lane * 16);
+                                                                step * kAStepBytes + lane * 16);
 #pragma unroll
-                for (int m = 0; m < 2; ++m) {
-                    const uint4& low = x[2 * m];
-                    const uint4& high = x[2 * m + 1];
-                    mma_m16n8k16(sums[m][c], low.x, high.x, low.y, high.y, a.x, a.y);
-                    mma_m16n8k16(sums[m][c], low.z, high.z, low.w, high.w, a.z, a.w);
-                }
+                for (int m = 0; m < 2; ++m) mma_m16n8k32(sums[m][c], x[2 * m], x[2 * m + 1], a);
             }
         }
     }

@@ -65,7 +65,7 @@ struct Chunk {
             live[p] = item.live_blocks;
             written = item.written_blocks;
         }
-        a_block = k_steps * kRankBlockBytes;
+        a_block = k_steps * kAStepBytes;
     }
 };
 
@@ -82,7 +82,7 @@ struct Step {
     uint4 x;
 
     __device__ __forceinline__ void load_a(const Chunk<kProjections>& chunk, const Walk& walk) {
-        const int offset = walk.step() * kRankBlockBytes + threadIdx.x % 32 * 16;
+        const int offset = walk.step() * kAStepBytes + threadIdx.x % 32 * 16;
 #pragma unroll
         for (int p = 0; p < kProjections; ++p)
 #pragma unroll
@@ -98,10 +98,7 @@ struct Step {
     }
     __device__ __forceinline__ void multiply(float (&acc)[kProjections][4]) const {
 #pragma unroll
-        for (int p = 0; p < kProjections; ++p) {
-            mma_m16n8k16(acc[p], a[p][0].x, a[p][1].x, a[p][0].y, a[p][1].y, x.x, x.y);
-            mma_m16n8k16(acc[p], a[p][0].z, a[p][1].z, a[p][0].w, a[p][1].w, x.z, x.w);
-        }
+        for (int p = 0; p < kProjections; ++p) mma_m16n8k32(acc[p], a[p][0], a[p][1], x);
     }
 };
 

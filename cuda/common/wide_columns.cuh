@@ -20,9 +20,8 @@ constexpr int kColumns = 8;
 constexpr int kProjections = 2;
 constexpr int kStages = 4;
 constexpr int kChunksPerRow = kBlockK / kChunk;
-constexpr int kRowBytes = kRows * kBlockBytes;   // of a stage
-constexpr int kStepBytes = kRankBlock * 32 * 2;  // eight ranks by 32 elements of K
-constexpr int kColumnBytes = 2 * kStepBytes;     // by a K-block
+constexpr int kRowBytes = kRows * kBlockBytes;  // of a stage
+constexpr int kColumnBytes = 2 * kAStepBytes;   // of A by a K-block
 constexpr int kRowsPerThread = kRows * kChunksPerRow / kThreads;
 constexpr int kStageBytes = kRowBytes + kColumns * kColumnBytes;
 
@@ -151,9 +150,8 @@ struct Part {
             for (int c = 0; c < kColumns; ++c) {
                 if (!(live >> c & 1)) continue;
                 const uint4 a = *reinterpret_cast<const uint4*>(stage + kRowBytes + c * kColumnBytes +
-                                                                step * kStepBytes + lane * 16);
-                mma_m16n8k16(sums[c], x[0].x, x[1].x, x[0].y, x[1].y, a.x, a.y);
-                mma_m16n8k16(sums[c], x[0].z, x[1].z, x[0].w, x[1].w, a.z, a.w);
+                                                                step * kAStepBytes + lane * 16);
+                mma_m16n8k32(sums[c], x[0], x[1], a);
             }
         }
     }
