@@ -109,34 +109,26 @@ struct TokenConsumer {
             for (int first = 0; first < group.rank_blocks; first += kBlocksAhead) {
                 const int count = min(kBlocksAhead, group.rank_blocks - first);
                 uint2 b[kBlocksAhead];
-                uint32_t h[kBlocksAhead][kProjections];
+                uint32_t h[kBlocksAhead * kProjections];
 #pragma unroll
                 for (int i = 0; i < kBlocksAhead; ++i)
                     if (i < count)
                         b[i] = __ldg(reinterpret_cast<const uint2*>(
                             group.b + int64_t(first + i) * gemm.row_tiles * kTileFragmentBytes + lane * 8));
-                bool missing;
-                do {
-                    missing = false;
-#pragma unroll
-                    for (int i = 0; i < kBlocksAhead; ++i)
-#pragma unroll
-                        for (int p = 0; p < kProjections; ++p) {
-                            const int64_t offset = (int64_t(first + i) * gemm.rows * kProjections + p) * kRankBlock;
-                            h[i][p] = mine && i < count
-                                          ? load_awaited(reinterpret_cast<const uint32_t*>(of_row + offset))
-                                          : 0;
-                            missing |= is_missing(h[i][p]);
-                        }
-                } while (missing);
+                load_until_there(h, [&](int i) {
+                    const int block = i / kProjections;
+                    const int64_t offset =
+                        (int64_t(first + block) * gemm.rows * kProjections + i % kProjections) * kRankBlock;
+                    return mine && block < count ? load_awaited(reinterpret_cast<const uint32_t*>(of_row + offset)) : 0;
+                });
                 __syncwarp();
 #pragma unroll
                 for (int i = 0; i < kBlocksAhead; ++i) {
                     if (i >= count) break;
                     if constexpr (kDown)
-                        expand_down(delta, b[i], h[i][0]);
+                        expand_down(delta, b[i], h[i]);
                     else
-                        expand_gate_up(delta, b[i], h[i][0], h[i][1]);
+                        expand_gate_up(delta, b[i], h[2 * i], h[2 * i + 1]);
                 }
             }
         }
@@ -194,17 +186,11 @@ struct TokenConsumer {
             uint8_t* of_token = target + memory.direct.token_of(tile, row) * Memory::row_bytes(gemm);
             for (int first = lane; first < chunks; first += 32 * kChunksAhead) {
                 uint4 value[kChunksAhead];
-                bool missing;
-                do {
-                    missing = false;
-#pragma unroll
-                    for (int i = 0; i < kChunksAhead; ++i) {
-                        const int chunk = min(first + 32 * i, chunks - 1);
-                        value[i] = load_awaited(reinterpret_cast<const uint4*>(
-                            act + block_major_offset(tile.first_row + row, chunk * kChunk, gemm.rows)));
-                        missing |= is_missing(value[i]);
-                    }
-                } while (missing);
+                load_until_there(value, [&](int i) {
+                    const int chunk = min(first + 32 * i, chunks - 1);
+                    return load_awaited(reinterpret_cast<const uint4*>(
+                        act + block_major_offset(tile.first_row + row, chunk * kChunk, gemm.rows)));
+                });
 #pragma unroll
                 for (int i = 0; i < kChunksAhead; ++i)
                     if (first + 32 * i < chunks) *reinterpret_cast<uint4*>(of_token + (first + 32 * i) * 16) = value[i];
