@@ -119,9 +119,7 @@ struct DirectTiles {
         }
         __syncwarp();
 
-        const int per_lane = ceil_div(num_experts, 32);
-        const int first = min(lane * per_lane, num_experts);
-        const int last = min(first + per_lane, num_experts);
+        const auto [first, last] = dealt_to(lane, 32, num_experts);
         int mine = 0;  // tiles in the high half, padded rows in the low half
         for (int expert = first; expert < last; ++expert)
             mine += ceil_div(counts[expert], tile_rows) << 16 | round_up(counts[expert], kRowAlign);

@@ -1,7 +1,18 @@
-// Prefix sums over a warp and over a block, and what a warp does with them.
+// Prefix sums over a warp and over a block, and how things are dealt to lanes and threads for them.
 #pragma once
 
 #include "common/types.cuh"
+
+struct Range {
+    int first;
+    int last;
+};
+// Which of `count` things in a row `taker` gets, where `takers` get equally many: the last of them fewer, or none.
+__device__ __forceinline__ Range dealt_to(int taker, int takers, int count) {
+    const int each = ceil_div(count, takers);
+    const int first = taker * each;
+    return Range{first, min(first + each, count)};
+}
 
 // Sum of `value` over the lanes of the warp up to this one.
 __device__ __forceinline__ int warp_inclusive_scan(int value) {
