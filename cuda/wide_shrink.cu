@@ -6,10 +6,11 @@
 // each over all of K: a row's h does not depend on its neighbours. Only live ranks are read.
 //
 // Compile-time: MAX_N (rows of the largest token tile).
-#include "common/barrier.cuh"
-#include "common/gemm_args.cuh"
+#include "common/layer_args.cuh"
 #include "common/layout.cuh"
 #include "common/lora.cuh"
+#include "common/ring.cuh"
+#include "common/tiles.cuh"
 
 constexpr int kWarps = 4;
 constexpr int kWarpRows = 32;
@@ -22,10 +23,7 @@ constexpr int kTokenBytes = kRows * kBlockBytes;
 constexpr int kColumnBytes = 2 * kAStepBytes;  // of A by a K-block
 constexpr int kStageBytes = kTokenBytes + kColumns * kColumnBytes;
 
-struct Ring {
-    uint64_t full[kStages];
-    uint64_t empty[kStages];
-};
+using Ring = Barriers<kStages>;
 
 // One adapter group's rows within a part of a tile, and how many of the columns from `first_column` on it has.
 struct Share {
@@ -141,10 +139,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     extern __shared__ __align__(1024) uint8_t shared[];
     Ring& ring = *reinterpret_cast<Ring*>(shared + kStages * kStageBytes);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < kStages; ++i) {
-            barrier_init(&ring.full[i], 1);
-            barrier_init(&ring.empty[i], kWarps);
-        }
+        ring.init(1, kWarps);
         barrier_init_fence();
     }
     __syncthreads();

@@ -6,6 +6,7 @@
 #include "common/direct.cuh"
 #include "common/gemm_args.cuh"
 #include "common/gemm_groups.cuh"
+#include "common/ring.cuh"
 
 constexpr int kConsumerWarps = 8;
 constexpr int kConsumers = 32 * kConsumerWarps;
@@ -30,25 +31,23 @@ struct Mlp {
     __device__ __forceinline__ int num_items() const { return num_tiles * parts(); }
 };
 
-struct Ring {
-    uint64_t full[kMaxStages];
-    uint64_t empty[kMaxStages];
+struct Ring : Barriers<kMaxStages> {
     int begun;  // stages that the producer has begun to fill, of all rounds
     int reserved;
 };
 
-// A place in a ring of any length.
-struct RingCursor {
-    int stage = 0;
-    uint32_t parity = 0;
-    int before = 0;  // stages, of all rounds
-    __device__ __forceinline__ void advance(int length, int stages = 1) {
+// A place in a ring of `length` stages, and how many are before it, of all rounds.
+struct TokenCursor : Cursor<kMaxStages> {
+    int before = 0;
+
+    __device__ __forceinline__ void advance(int length) {
+        ++before;
+        Cursor::advance(1, length);
+    }
+    __device__ __forceinline__ void skip(int stages, int length) {
         before += stages;
-        stage += stages;
-        while (stage >= length) {
-            stage -= length;
-            parity ^= 1;
-        }
+        for (; stages > length; stages -= length) parity ^= 1;
+        Cursor::advance(stages, length);
     }
 };
 
@@ -85,10 +84,7 @@ __device__ __forceinline__ Memory carve(uint8_t* shared, int stages_offset, int 
 
 // One thread does this.
 __device__ __forceinline__ void init_barriers(const Memory& memory, int num_stages) {
-    for (int i = 0; i < num_stages; ++i) {
-        barrier_init(&memory.ring.full[i], 1);
-        barrier_init(&memory.ring.empty[i], kConsumerWarps);
-    }
+    memory.ring.init(1, kConsumerWarps, num_stages);
     memory.ring.begun = 0;
     barrier_init_fence();
 }
@@ -108,7 +104,7 @@ __device__ __forceinline__ void load_hidden_rows(const Memory& memory, const Gem
 struct TokenProducer {
     const Mlp& mlp;
     const Memory& memory;
-    RingCursor cursor;
+    TokenCursor cursor;
     const uint64_t policy = evict_first_policy();
 
     // `k_blocks` times `bytes`, one every `stride` bytes from `source` on.

@@ -59,7 +59,7 @@ struct TokenConsumer {
     const Mlp& mlp;
     const Memory& memory;
     int num_tokens;  // rows of hidden states
-    RingCursor cursor;
+    TokenCursor cursor;
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
 
@@ -207,7 +207,7 @@ struct TokenConsumer {
         if (warp < mlp.num_tiles) bring(rows, memory.direct[warp]);
         for (int index = 0; index < mlp.num_tiles; ++index) {
             if (index % kConsumerWarps != warp) {
-                cursor.advance(mlp.num_stages, ceil_div(gemm.k_blocks, most));
+                cursor.skip(ceil_div(gemm.k_blocks, most), mlp.num_stages);
                 continue;
             }
             const TokenTile tile = memory.direct[index];
