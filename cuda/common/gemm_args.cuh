@@ -13,6 +13,13 @@
 
 constexpr int kNoItem = -1;  // ends the work
 
+// What an item is of: a token tile, and one row tile or as many from there.
+struct Place {
+    int tile;
+    int row_tile;
+    int row_tiles;
+};
+
 struct Gemm {
     const LayerArgs* layer;
     const uint8_t* weights;  // [experts, k_blocks, row_tiles * BLOCK_M, 64]

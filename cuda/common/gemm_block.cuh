@@ -93,13 +93,6 @@ struct Memory {
     Announcements& gather_items;
 };
 
-// What an item is of: a token tile, and one row tile or as many from there.
-struct Place {
-    int tile;
-    int row_tile;
-    int row_tiles;
-};
-
 // Items that a token tile makes.
 __device__ __forceinline__ int items_of_tile(const Gemm& gemm) {
     return kGathers ? ceil_div(gemm.row_tiles, gemm.item_tiles) : gemm.row_tiles;

@@ -29,6 +29,12 @@ struct Mlp {
 
     __device__ __forceinline__ int parts() const { return ceil_div(gate_up.row_tiles, slices); }
     __device__ __forceinline__ int num_items() const { return num_tiles * parts(); }
+    __device__ __forceinline__ Place place_of(int item) const {
+        const int first = item % parts() * slices;
+        return Place{item / parts(), first, min(slices, gate_up.row_tiles - first)};
+    }
+    // K-blocks of so many slices that a stage holds.
+    __device__ __forceinline__ int stage_blocks(int of_slices) const { return stage_bytes / (of_slices * kSliceBytes); }
 };
 
 struct Ring : Barriers<kMaxStages> {
@@ -107,12 +113,15 @@ struct TokenProducer {
     TokenCursor cursor;
     const uint64_t policy = evict_first_policy();
 
-    // `k_blocks` times `bytes`, one every `stride` bytes from `source` on.
-    __device__ __forceinline__ void load(const uint8_t* source, int64_t stride, int bytes, int k_blocks) {
+    // All K-blocks of an expert's `slices` slices of 16 rows, from slice `first` on.
+    __device__ __forceinline__ void load(const Gemm& gemm, int expert, int first, int slices) {
+        const int64_t stride = int64_t(gemm.row_tiles) * kSliceBytes;  // from one K-block to the next
+        const uint8_t* source = gemm.weights + first * kSliceBytes + expert * (stride * gemm.k_blocks);
         const int lane = threadIdx.x % 32;
-        const int most = mlp.stage_bytes / bytes;
-        for (int first = 0; first < k_blocks; first += most) {
-            const int count = min(most, k_blocks - first);
+        const int bytes = slices * kSliceBytes;
+        const int most = mlp.stage_blocks(slices);
+        for (int block = 0; block < gemm.k_blocks; block += most) {
+            const int count = min(most, gemm.k_blocks - block);
             uint64_t* full = &memory.ring.full[cursor.stage];
             barrier_wait(&memory.ring.empty[cursor.stage], cursor.parity ^ 1);
             if (lane == 0) {
@@ -122,24 +131,16 @@ struct TokenProducer {
             __syncwarp();
             if (lane < count)
                 bulk_load((memory.stages + cursor.stage * mlp.stage_bytes) + lane * bytes,
-                          source + (first + lane) * stride, bytes, full, policy);
+                          source + (block + lane) * stride, bytes, full, policy);
             cursor.advance(mlp.num_stages);
         }
     }
     __device__ __forceinline__ void run() {
-        const Gemm& gate_up = mlp.gate_up;
-        const Gemm& down = mlp.down;
-        const int64_t gate_up_block = int64_t(gate_up.row_tiles) * kSliceBytes;
-        const int64_t down_block = int64_t(down.row_tiles) * kSliceBytes;
         for (int item = blockIdx.x; item < mlp.num_items(); item += gridDim.x) {
-            const int first = item % mlp.parts() * mlp.slices;
-            const uint8_t* source = gate_up.weights + first * kSliceBytes +
-                                    memory.direct[item / mlp.parts()].expert * (gate_up_block * gate_up.k_blocks);
-            load(source, gate_up_block, min(mlp.slices, gate_up.row_tiles - first) * kSliceBytes, gate_up.k_blocks);
+            const Place place = mlp.place_of(item);
+            load(mlp.gate_up, memory.direct[place.tile].expert, place.row_tile, place.row_tiles);
         }
-        for (int slice = blockIdx.x; slice < down.row_tiles; slice += gridDim.x)
-            for (int tile = 0; tile < mlp.num_tiles; ++tile)
-                load(down.weights + slice * kSliceBytes + memory.direct[tile].expert * (down_block * down.k_blocks),
-                     down_block, kSliceBytes, down.k_blocks);
+        for (int slice = blockIdx.x; slice < mlp.down.row_tiles; slice += gridDim.x)
+            for (int tile = 0; tile < mlp.num_tiles; ++tile) load(mlp.down, memory.direct[tile].expert, slice, 1);
     }
 };

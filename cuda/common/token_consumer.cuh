@@ -140,22 +140,21 @@ struct TokenConsumer {
     // One item of gate_up: each warp a slice, from hidden states to activations.
     __device__ __forceinline__ void activate(int item) {
         const Gemm& gemm = mlp.gate_up;
-        const int first = item % mlp.parts() * mlp.slices;
-        const int slices = min(mlp.slices, gemm.row_tiles - first);
-        const TokenTile tile = memory.direct[item / mlp.parts()];
-        const int row_tile = first + warp;
-        const bool takes = warp < slices;
+        const Place place = mlp.place_of(item);
+        const TokenTile tile = memory.direct[place.tile];
+        const int row_tile = place.row_tile + warp;
+        const bool takes = warp < place.row_tiles;
         float acc[4] = {};
 #if LORA
         Adapters<false> adapters;
-        if (takes) adapters = Adapters<false>(gemm, item / mlp.parts(), row_tile);
+        if (takes) adapters = Adapters<false>(gemm, place.tile, row_tile);
 #endif
-        const int most = mlp.stage_bytes / (slices * kSliceBytes);
+        const int most = mlp.stage_blocks(place.row_tiles);
         const uint8_t* column = memory.hidden + min(lane / 4, num_tokens - 1) * Memory::row_bytes(gemm) + lane % 4 * 4;
         for (int block = 0; block < gemm.k_blocks; block += most) {
             await_full();  // by all: who released a stage before would be counted twice
             if (takes)
-                multiply(acc, warp * kSliceBytes, slices * kSliceBytes, min(most, gemm.k_blocks - block),
+                multiply(acc, warp * kSliceBytes, place.row_tiles * kSliceBytes, min(most, gemm.k_blocks - block),
                          column + block * kBlockBytes);
             release(1);
         }
@@ -203,7 +202,7 @@ struct TokenConsumer {
         const Gemm& gemm = mlp.down;
         uint8_t* rows = memory.act + warp * num_tokens * Memory::row_bytes(gemm);
         const int feature = down_feature(slice * BLOCK_M, lane / 4);
-        const int most = mlp.stage_bytes / kSliceBytes;
+        const int most = mlp.stage_blocks(1);
         if (warp < mlp.num_tiles) bring(rows, memory.direct[warp]);
         for (int index = 0; index < mlp.num_tiles; ++index) {
             if (index % kConsumerWarps != warp) {
