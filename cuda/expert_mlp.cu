@@ -10,9 +10,6 @@
 #include "common/first_tile.cuh"
 #include "common/mlp.cuh"
 #if LORA && DIRECT
-#include "common/shrink_team.cuh"
-using DownTokens = NearTokens;
-constexpr bool kCountsParts = true;
 #include "common/direct_shrink_team.cuh"
 #elif LORA
 #include "common/sorted_shrink_team.cuh"
@@ -83,8 +80,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #if LORA && DIRECT
     __shared__ Partial partial;
     if (shrinks)
-        return DirectShrinkTeam{mlp,         memory, partial, hidden_states, routing, max_tokens * routing.choices,
-                                shrink_parts}
+        return DirectShrinkTeam<NearTokens>{
+            mlp, memory, partial, hidden_states, routing, max_tokens * routing.choices, shrink_parts}
             .run();
 #elif LORA
     __shared__ TeamMemory team;

@@ -10,7 +10,7 @@
 #define RANK_BLOCKS 1
 #include "common/token_consumer.cuh"
 #if LORA
-#include "common/token_shrink_team.cuh"
+#include "common/direct_shrink_team.cuh"
 #endif
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -51,7 +51,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #if LORA
     __shared__ Partial partial;
     if (shrinks)
-        return DirectShrinkTeam{mlp, memory, partial, hidden_states, routing, max_tokens * choices, shrink_parts}.run();
+        return DirectShrinkTeam<AwaitedTokens>{
+            mlp, memory, partial, hidden_states, routing, max_tokens * choices, shrink_parts}
+            .run();
 #endif
     TokenConsumer consumer{mlp, memory, max_tokens};
     for (int item = blockIdx.x; item < mlp.num_items(); item += gridDim.x) consumer.activate(item);
