@@ -94,9 +94,7 @@ struct DirectShrinkTeam {
         }
         if (!kCounts) return;
         grid_dependency_wait();
-        if (team_thread() != 0) return;
-        if (wrote) release_writes();
-        count_down(const_cast<int*>(gemm.h_pending) + group.expert);
+        finish_part(gemm, group.expert, wrote);
     }
 
     // All parts of one product, dealt to the blocks in turn.

@@ -167,7 +167,7 @@ struct SortedShrinkTeam {
             if (next < items && team_thread() == 0) async_copy16(&upcoming, &gemm.groups[next / chunks], true);
             const bool written = chunk.written > 0;
             if (written) {
-                if (gemm.tokens_pending) await_tokens(gemm.tokens_pending + group.expert);
+                await_tokens(gemm.pending_tokens(group.expert));
                 const int token = threadIdx.x % 32 / 4;
                 const int place = token < group.num_rows ? operand.find(group.first_row + token) : -1;
                 multiply_shares(held, chunk, operand, place, k_steps);
@@ -184,10 +184,7 @@ struct SortedShrinkTeam {
                 async_writes_fence();
                 team_sync();
             }
-            if (team_thread() == 0) {
-                if (written) release_writes();
-                count_down(const_cast<int*>(gemm.h_pending) + group.expert);
-            }
+            finish_part(gemm, group.expert, written);
         }
     }
 
