@@ -59,13 +59,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int item = blockIdx.x; item < mlp.num_items(); item += gridDim.x) consumer.activate(item);
     grid_dependency_wait();
     grid_dependency_launch();
-    for (int row = threadIdx.x; row < max_tokens * choices; row += kConsumers) {
-        const int token = row / choices;
-        const int choice = row % choices;
-        memory.weights[row] = choice < top_k   ? topk_weights[token * top_k + choice]
-                              : shared_weights ? shared_weights[token]
-                                               : 1.0f;
-    }
+    const ChoiceWeights weights{topk_weights, shared_weights, top_k, choices};
+    for (int row = threadIdx.x; row < max_tokens * choices; row += kConsumers)
+        memory.weights[row] = weights.of(row / choices, row % choices);
     const int real_tokens = layer->num_tokens;
     for (int slice = blockIdx.x; slice < mlp.down.row_tiles; slice += gridDim.x) {
         if (slice != blockIdx.x) named_barrier_sync(1, kConsumers);  // results make room for others
