@@ -2,8 +2,8 @@
 #pragma once
 
 #include "common/activation.cuh"
+#include "common/wgmma.cuh"
 #include "common/wide_block.cuh"
-#include "common/wide_wgmma.cuh"
 
 // Calls `run` with the smallest width that holds `num_rows` tokens.
 template <typename Run>
@@ -59,9 +59,9 @@ struct WideConsumer {
 #pragma unroll
             for (int k = 0; k < kBlockK / 16; ++k) {
 #if LORA
-                WideWgmma<N>::multiply(sums, a + 2 * k, b + 2 * k, adds || k > 0);
+                Wgmma<N>::multiply(sums, a + 2 * k, b + 2 * k, adds || k > 0);
 #else
-                WideWgmma<N>::multiply(sums, a + 2 * k, b + 2 * k);
+                Wgmma<N>::multiply(sums, a + 2 * k, b + 2 * k);
 #endif
             }
             if (LORA) adds = true;
@@ -105,8 +105,8 @@ struct WideConsumer {
                 const uint4 first = fragment(step, blocks);
                 const uint4 second = fragment(step + 1, blocks);
                 wgmma_fence();
-                WideWgmma<MAX_N>::multiply(sums, first, step_columns(step, columns), adds);
-                WideWgmma<MAX_N>::multiply(sums, second, step_columns(step + 1, columns), true);
+                Wgmma<MAX_N>::multiply(sums, first, step_columns(step, columns), adds);
+                Wgmma<MAX_N>::multiply(sums, second, step_columns(step + 1, columns), true);
                 adds = true;
                 wgmma_commit();
                 wgmma_wait<0>();
@@ -115,7 +115,7 @@ struct WideConsumer {
             for (; step < steps; ++step) {
                 const uint4 a = fragment(step, blocks);
                 wgmma_fence();
-                WideWgmma<MAX_N>::multiply(sums, a, step_columns(step, columns), adds);
+                Wgmma<MAX_N>::multiply(sums, a, step_columns(step, columns), adds);
                 adds = true;
                 wgmma_commit();
                 wgmma_wait<0>();
