@@ -1,7 +1,14 @@
-// Prefix sums over a warp and over a block, and how things are dealt to lanes and threads for them.
+// Sums over a warp, prefix sums over a warp and a block, and how things are dealt to lanes and threads for them.
 #pragma once
 
 #include "common/types.cuh"
+
+// Sum of `value` over the lanes of the warp, in an order of its own, for all of them.
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+    return value;
+}
 
 struct Range {
     int first;
