@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     int num_made = 0;
     if (threadIdx.x / 32 == kConsumers / 32)
         num_made = memory.direct.make(routing, &layer->num_tokens, max_tokens, num_experts, MAX_N);
-    if (consumes) load_hidden<MAX_N, kConsumers>(memory.hidden, hidden_states, hidden_blocks, max_tokens);
+    if (consumes) load_hidden<kConsumers>(memory, hidden_states, hidden_blocks, max_tokens);
 #else
     int* counts = reinterpret_cast<int*>(memory.stages);  // the first stage has room for 4096
     count_tokens<kConsumers>(routing, layer->num_tokens, max_tokens, counts);

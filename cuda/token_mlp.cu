@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == kConsumers) init_barriers(memory, num_stages);
     if (threadIdx.x / 32 == kConsumerWarps)
         mlp.num_tiles = memory.direct.make(routing, &layer->num_tokens, max_tokens, num_experts, kRowAlign);
-    if (consumes) load_hidden_rows<kConsumers>(memory, mlp.gate_up, hidden_states, max_tokens);
+    if (consumes) load_hidden<kConsumers>(memory, hidden_states, hidden_blocks, max_tokens);
     __syncthreads();
     if (!consumes && !shrinks) return producer.run();
     mlp.num_tiles = *memory.direct.num_tiles;

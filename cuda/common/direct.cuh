@@ -165,17 +165,14 @@ struct DirectTiles {
     }
 };
 
-// Starts bringing all hidden states to shared memory, [k_blocks, kTokens, 64] swizzled; tokens beyond `max_tokens` are
-// zero. `kThreads` threads take part.
-template <int kTokens, int kThreads>
-__device__ __forceinline__ void load_hidden(uint8_t* target, const bf16* hidden, int k_blocks, int max_tokens) {
+// Starts bringing all hidden states to where `memory` has them; nobody looks at what is there of further tokens.
+// `kThreads` threads take part.
+template <int kThreads, typename Memory>
+__device__ __forceinline__ void load_hidden(const Memory& memory, const bf16* hidden, int k_blocks, int num_tokens) {
     const int num_chunks = k_blocks * (kBlockK / kChunk);
-#pragma unroll
-    for (int token = 0; token < kTokens; ++token) {
-        const bool real = token < max_tokens;
-        const bf16* source = hidden + (real ? int64_t(token) * k_blocks * kBlockK : 0);
+    for (int token = 0; token < num_tokens; ++token) {
+        const bf16* source = hidden + int64_t(token) * k_blocks * kBlockK;
         for (int chunk = threadIdx.x; chunk < num_chunks; chunk += kThreads)
-            async_copy16(target + block_major_offset(token, chunk * kChunk, kTokens) * 2, source + chunk * kChunk,
-                         real);
+            async_copy16(memory.hidden_chunk(token, chunk, k_blocks), source + chunk * kChunk, true);
     }
 }

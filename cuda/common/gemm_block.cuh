@@ -91,6 +91,10 @@ struct Memory {
     Ring& ring;
     LoraRing& lora;
     Announcements& gather_items;
+
+    __device__ __forceinline__ uint8_t* hidden_chunk(int token, int chunk, int) const {
+        return hidden + block_major_offset(token, chunk * kChunk, MAX_N) * 2;
+    }
 };
 
 // Items that a token tile makes.

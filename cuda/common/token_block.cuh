@@ -66,9 +66,10 @@ struct Memory {
     Ring& ring;
     DirectTiles direct;
 
-    // Bytes of a token's row of what `gemm` multiplies.
-    static __device__ __forceinline__ int row_bytes(const Gemm& gemm) {
-        return gemm.k_blocks * kBlockBytes + kRowPadding;
+    // Bytes of a token's row of what is multiplied.
+    static __device__ __forceinline__ int row_bytes(int k_blocks) { return k_blocks * kBlockBytes + kRowPadding; }
+    __device__ __forceinline__ uint8_t* hidden_chunk(int token, int chunk, int k_blocks) const {
+        return hidden + token * row_bytes(k_blocks) + chunk * 16;
     }
 };
 
@@ -93,16 +94,6 @@ __device__ __forceinline__ void init_barriers(const Memory& memory, int num_stag
     memory.ring.init(1, kConsumerWarps, num_stages);
     memory.ring.begun = 0;
     barrier_init_fence();
-}
-
-// Starts bringing all hidden states to shared memory; `kThreads` threads take part.
-template <int kThreads>
-__device__ __forceinline__ void load_hidden_rows(const Memory& memory, const Gemm& gemm, const bf16* hidden,
-                                                 int num_tokens) {
-    const int chunks = gemm.k_blocks * (kBlockK / kChunk);
-    for (int i = threadIdx.x; i < num_tokens * chunks; i += kThreads)
-        async_copy16(memory.hidden + i / chunks * Memory::row_bytes(gemm) + i % chunks * 16,
-                     hidden + int64_t(i) * kChunk, true);
 }
 
 // The warp that keeps the ring full, from the first weight of gate_up to the last of down, which wait for nothing; a

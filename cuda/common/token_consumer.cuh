@@ -150,7 +150,8 @@ struct TokenConsumer {
         if (takes) adapters = Adapters<false>(gemm, place.tile, row_tile);
 #endif
         const int most = mlp.stage_blocks(place.row_tiles);
-        const uint8_t* column = memory.hidden + min(lane / 4, num_tokens - 1) * Memory::row_bytes(gemm) + lane % 4 * 4;
+        const uint8_t* column =
+            memory.hidden + min(lane / 4, num_tokens - 1) * Memory::row_bytes(gemm.k_blocks) + lane % 4 * 4;
         for (int block = 0; block < gemm.k_blocks; block += most) {
             await_full();  // by all: who released a stage before would be counted twice
             if (takes)
@@ -182,7 +183,7 @@ struct TokenConsumer {
         const int chunks = gemm.k_blocks * (kBlockK / kChunk);
         const bf16* act = reinterpret_cast<const bf16*>(gemm.tokens);
         for (int row = 0; row < tile.num_rows; ++row) {
-            uint8_t* of_token = target + memory.direct.token_of(tile, row) * Memory::row_bytes(gemm);
+            uint8_t* of_token = target + memory.direct.token_of(tile, row) * Memory::row_bytes(gemm.k_blocks);
             for (int first = lane; first < chunks; first += 32 * kChunksAhead) {
                 uint4 value[kChunksAhead];
                 load_until_there(value, [&](int i) {
@@ -200,7 +201,7 @@ struct TokenConsumer {
     // 16 rows of down of all tiles, each warp every eighth tile.
     __device__ __forceinline__ void descend(int slice) {
         const Gemm& gemm = mlp.down;
-        uint8_t* rows = memory.act + warp * num_tokens * Memory::row_bytes(gemm);
+        uint8_t* rows = memory.act + warp * num_tokens * Memory::row_bytes(gemm.k_blocks);
         const int feature = down_feature(slice * BLOCK_M, lane / 4);
         const int most = mlp.stage_blocks(1);
         if (warp < mlp.num_tiles) bring(rows, memory.direct[warp]);
@@ -211,7 +212,7 @@ struct TokenConsumer {
             }
             const TokenTile tile = memory.direct[index];
             const int token = memory.direct.token_of(tile, min(lane / 4, tile.num_rows - 1));
-            const uint8_t* column = rows + token * Memory::row_bytes(gemm) + lane % 4 * 4;
+            const uint8_t* column = rows + token * Memory::row_bytes(gemm.k_blocks) + lane % 4 * 4;
             float acc[4] = {};
 #if LORA
             const Adapters<true> adapters(gemm, index, slice);
