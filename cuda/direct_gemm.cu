@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == kConsumers) init_barriers(memory);
     int num_tiles = 0;
     if (threadIdx.x < kConsumers)
-        load_hidden<MAX_N, kConsumers>(memory.hidden, hidden_states, k_blocks, max_tokens);
+        load_hidden<kConsumers>(memory, hidden_states, k_blocks, max_tokens);
     else if (threadIdx.x < kConsumers + 32)
         num_tiles = memory.direct.make(routing, &layer->num_tokens, max_tokens, num_experts, MAX_N);
 

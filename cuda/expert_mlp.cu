@@ -10,9 +10,6 @@
 #include "common/first_tile.cuh"
 #include "common/mlp.cuh"
 #if LORA && DIRECT
-#include "common/shrink_team.cuh"
-using DownTokens = NearTokens;
-constexpr bool kCountsParts = true;
 #include "common/direct_shrink_team.cuh"
 #elif LORA
 #include "common/sorted_shrink_team.cuh"
@@ -35,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     int num_made = 0;
     if (threadIdx.x / 32 == kConsumers / 32)
         num_made = memory.direct.make(routing, &layer->num_tokens, max_tokens, num_experts, MAX_N);
-    if (consumes) load_hidden<MAX_N, kConsumers>(memory.hidden, hidden_states, hidden_blocks, max_tokens);
+    if (consumes) load_hidden<kConsumers>(memory, hidden_states, hidden_blocks, max_tokens);
 #else
     int* counts = reinterpret_cast<int*>(memory.stages);  // the first stage has room for 4096
     count_tokens<kConsumers>(routing, layer->num_tokens, max_tokens, counts);
@@ -83,8 +80,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #if LORA && DIRECT
     __shared__ Partial partial;
     if (shrinks)
-        return DirectShrinkTeam{mlp,         memory, partial, hidden_states, routing, max_tokens * routing.choices,
-                                shrink_parts}
+        return DirectShrinkTeam<NearTokens>{
+            mlp, memory, partial, hidden_states, routing, max_tokens * routing.choices, shrink_parts}
             .run();
 #elif LORA
     __shared__ TeamMemory team;

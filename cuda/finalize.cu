@@ -1,8 +1,7 @@
 // out[t] = sum over choices of weight * down, fp32 in choice order, rounded once to bf16.
 //
-// Choices without a local expert (place -1) contribute nothing. The choices after top_k are the shared
-// experts, weighted by their gate (or by one). Compile-time: LORA: down is fp32 and its delta apart; their sum is
-// rounded to bf16 first, as the GEMM that adds the delta itself rounds it.
+// Choices without a local expert (place -1) contribute nothing. Compile-time: LORA: down is fp32 and its delta apart;
+// their sum is rounded to bf16 first, as the GEMM that adds the delta itself rounds it.
 #include "common/barrier.cuh"
 #include "common/layer_args.cuh"
 #include "common/weighted_sum.cuh"
@@ -48,6 +47,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int choices = top_k + num_shared;
     const bool real = token < layer->num_tokens && column < hidden_stride;
     bf16* const target = layer->output_or(out);
+    const ChoiceWeights weights{topk_weights, shared_weights, top_k, choices};
     const bool has_adapter = LORA && token_slots[token] >= 0;
     Sum sum;
     for (int first = 0; first < choices; first += kBatch) {
@@ -58,9 +58,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         for (int i = 0; i < kBatch; ++i) {
             const int choice = first + i;
             place[i] = real && choice < choices ? places[token * choices + choice] : -1;
-            weight[i] = choice < top_k                       ? topk_weights[token * top_k + choice]
-                        : choice < choices && shared_weights ? shared_weights[token]
-                                                             : 1.0f;
+            weight[i] = weights.of(token, choice);
         }
         // Places and weights are older than the kernel before, which made the down outputs.
         if (first == 0) {

@@ -4,6 +4,7 @@
 // Compile-time: ROUTER_FP32 (router stored in fp32, else bf16), SHARED_GATE.
 #include "common/barrier.cuh"
 #include "common/layer_args.cuh"
+#include "common/scan.cuh"
 
 constexpr int kWarps = 8;
 constexpr int kTokens = 4;    // tokens that share one reading of a router row
@@ -40,9 +41,7 @@ __device__ __forceinline__ void dot_rows(float (&dots)[kTokens], const Router* r
         }
     }
 #pragma unroll
-    for (int t = 0; t < kTokens; ++t)
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) dots[t] += __shfl_xor_sync(~0u, dots[t], step);
+    for (int t = 0; t < kTokens; ++t) dots[t] = warp_sum(dots[t]);
 }
 
 #if ROUTER_FP32

@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 2)
         const int first_block = (item % chunks * kWarps + warp) * kBlocksPerWarp;
         const int num_blocks = min(kBlocksPerWarp, row_blocks - first_block);
         if (num_blocks <= 0) continue;
-        const LoraEntry& entry = layer->lora[group.slot * num_experts + group.expert];
+        const LoraEntry& entry = layer->entry_of(group.slot, group.expert, num_experts);
         int live[PROJECTIONS];
 #pragma unroll
         for (int p = 0; p < PROJECTIONS; ++p) live[p] = ceil_div(PROJECTIONS == 2 ? entry.rank[p] : entry.rank[2], 8);

@@ -4,6 +4,7 @@
 // A token with a NaN logit gets valid experts and NaN weights.
 #include "common/barrier.cuh"
 #include "common/layer_args.cuh"
+#include "common/scan.cuh"
 
 #define METHOD_SOFTMAX_TOPK 0     // softmax over all experts, then top-k
 #define METHOD_TOPK_SOFTMAX 1     // top-k, then softmax over the chosen
@@ -28,12 +29,6 @@ __device__ __forceinline__ Best warp_best(Best best) {
         if (other.beats(best)) best = other;
     }
     return best;
-}
-
-__device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
-    return value;
 }
 
 // The best expert that is not taken yet; `taken` has a bit for each expert of this lane.

@@ -6,17 +6,14 @@
 // so that a chunk that was left out shows.
 //
 // Compile-time: STAGE_BYTES, STAGES.
-#include "common/barrier.cuh"
+#include "common/ring.cuh"
 
 static_assert(STAGE_BYTES % 1024 == 0, "a stage is whole lines, and the ring's barriers lie behind the stages");
 
 constexpr int kProducer = 0;   // first lane of the first warp
 constexpr int kConsumer = 32;  // first lane of the second
 
-struct Ring {
-    uint64_t full[STAGES];
-    uint64_t empty[STAGES];
-};
+using Ring = Barriers<STAGES>;
 
 __device__ __forceinline__ uint64_t evict_normal_policy() {
     uint64_t policy;
@@ -26,25 +23,24 @@ __device__ __forceinline__ uint64_t evict_normal_policy() {
 
 __device__ __forceinline__ void produce(const uint8_t* source, int64_t num_chunks, uint64_t policy, uint8_t* stages,
                                         Ring& ring) {
-    int stage = 0;
-    uint32_t parity = 0;
+    Cursor<STAGES> cursor;
     for (int64_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
-        barrier_wait(&ring.empty[stage], parity ^ 1);
-        barrier_expect(&ring.full[stage], STAGE_BYTES);
-        bulk_load(stages + stage * STAGE_BYTES, source + chunk * STAGE_BYTES, STAGE_BYTES, &ring.full[stage], policy);
-        if (++stage == STAGES) stage = 0, parity ^= 1;
+        barrier_wait(&ring.empty[cursor.stage], cursor.parity ^ 1);
+        barrier_expect(&ring.full[cursor.stage], STAGE_BYTES);
+        bulk_load(stages + cursor.stage * STAGE_BYTES, source + chunk * STAGE_BYTES, STAGE_BYTES,
+                  &ring.full[cursor.stage], policy);
+        cursor.advance();
     }
 }
 
 __device__ __forceinline__ uint32_t consume(int64_t num_chunks, const uint8_t* stages, Ring& ring) {
     uint32_t words = 0;
-    int stage = 0;
-    uint32_t parity = 0;
+    Cursor<STAGES> cursor;
     for (int64_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
-        barrier_wait(&ring.full[stage], parity);
-        words ^= *reinterpret_cast<const volatile uint32_t*>(stages + stage * STAGE_BYTES);
-        barrier_arrive(&ring.empty[stage]);
-        if (++stage == STAGES) stage = 0, parity ^= 1;
+        barrier_wait(&ring.full[cursor.stage], cursor.parity);
+        words ^= *reinterpret_cast<const volatile uint32_t*>(stages + cursor.stage * STAGE_BYTES);
+        barrier_arrive(&ring.empty[cursor.stage]);
+        cursor.advance();
     }
     return words;
 }
@@ -55,10 +51,7 @@ extern "C" __global__ void __launch_bounds__(64, 1)
     extern __shared__ __align__(1024) uint8_t shared[];
     Ring& ring = *reinterpret_cast<Ring*>(shared + STAGES * STAGE_BYTES);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(&ring.full[i], 1);
-            barrier_init(&ring.empty[i], 1);
-        }
+        ring.init(1, 1);
         barrier_init_fence();
     }
     __syncthreads();

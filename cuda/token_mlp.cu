@@ -10,7 +10,7 @@
 #define RANK_BLOCKS 1
 #include "common/token_consumer.cuh"
 #if LORA
-#include "common/token_shrink_team.cuh"
+#include "common/direct_shrink_team.cuh"
 #endif
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == kConsumers) init_barriers(memory, num_stages);
     if (threadIdx.x / 32 == kConsumerWarps)
         mlp.num_tiles = memory.direct.make(routing, &layer->num_tokens, max_tokens, num_experts, kRowAlign);
-    if (consumes) load_hidden_rows<kConsumers>(memory, mlp.gate_up, hidden_states, max_tokens);
+    if (consumes) load_hidden<kConsumers>(memory, hidden_states, hidden_blocks, max_tokens);
     __syncthreads();
     if (!consumes && !shrinks) return producer.run();
     mlp.num_tiles = *memory.direct.num_tiles;
@@ -51,19 +51,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #if LORA
     __shared__ Partial partial;
     if (shrinks)
-        return DirectShrinkTeam{mlp, memory, partial, hidden_states, routing, max_tokens * choices, shrink_parts}.run();
+        return DirectShrinkTeam<AwaitedTokens>{
+            mlp, memory, partial, hidden_states, routing, max_tokens * choices, shrink_parts}
+            .run();
 #endif
     TokenConsumer consumer{mlp, memory, max_tokens};
     for (int item = blockIdx.x; item < mlp.num_items(); item += gridDim.x) consumer.activate(item);
     grid_dependency_wait();
     grid_dependency_launch();
-    for (int row = threadIdx.x; row < max_tokens * choices; row += kConsumers) {
-        const int token = row / choices;
-        const int choice = row % choices;
-        memory.weights[row] = choice < top_k   ? topk_weights[token * top_k + choice]
-                              : shared_weights ? shared_weights[token]
-                                               : 1.0f;
-    }
+    const ChoiceWeights weights{topk_weights, shared_weights, top_k, choices};
+    for (int row = threadIdx.x; row < max_tokens * choices; row += kConsumers)
+        memory.weights[row] = weights.of(row / choices, row % choices);
     const int real_tokens = layer->num_tokens;
     for (int slice = blockIdx.x; slice < mlp.down.row_tiles; slice += gridDim.x) {
         if (slice != blockIdx.x) named_barrier_sync(1, kConsumers);  // results make room for others

@@ -12,10 +12,7 @@ constexpr int kBatch = 8;  // choices summed together
 // Where a token's choices lie, and what they weigh.
 struct Choices {
     const int* places;
-    const float* topk_weights;
-    const float* shared_weights;
-    int top_k;
-    int choices;
+    ChoiceWeights weights;
     int place[kBatch];
     float weight[kBatch];
 
@@ -23,10 +20,8 @@ struct Choices {
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             const int choice = first + i;
-            place[i] = choice < choices ? __ldg(places + token * choices + choice) : -1;
-            weight[i] = choice < top_k                       ? __ldg(topk_weights + token * top_k + choice)
-                        : choice < choices && shared_weights ? __ldg(shared_weights + token)
-                                                             : 1.0f;
+            place[i] = choice < weights.choices ? __ldg(places + token * weights.choices + choice) : -1;
+            weight[i] = weights.of(token, choice);
         }
     }
 };
@@ -56,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     bf16* const target = layer->output_or(out);
     const int parts = ceil_div(hidden_stride, kThreads * kColumns);
     const int num_items = layer->num_tokens * parts;
-    Choices next{places, topk_weights, shared_weights, top_k, choices};
+    Choices next{places, {topk_weights, shared_weights, top_k, choices}};
     if (blockIdx.x < num_items) next.load(blockIdx.x / parts, 0);
     for (int item = blockIdx.x; item < num_items; item += gridDim.x) {
         const int token = item / parts;

@@ -6,10 +6,11 @@
 // each over all of K: a row's h does not depend on its neighbours. Only live ranks are read.
 //
 // Compile-time: MAX_N (rows of the largest token tile).
-#include "common/barrier.cuh"
-#include "common/gemm_args.cuh"
+#include "common/layer_args.cuh"
 #include "common/layout.cuh"
 #include "common/lora.cuh"
+#include "common/ring.cuh"
+#include "common/tiles.cuh"
 
 constexpr int kWarps = 4;
 constexpr int kWarpRows = 32;
@@ -19,14 +20,10 @@ constexpr int kColumns = 8;
 constexpr int kThreads = (kWarps + 1) * 32;
 constexpr int kStages = 4;
 constexpr int kTokenBytes = kRows * kBlockBytes;
-constexpr int kStepBytes = kRankBlock * 32 * 2;  // eight ranks by 32 elements of K
-constexpr int kColumnBytes = 2 * kStepBytes;     // by a K-block
+constexpr int kColumnBytes = 2 * kAStepBytes;  // of A by a K-block
 constexpr int kStageBytes = kTokenBytes + kColumns * kColumnBytes;
 
-struct Ring {
-    uint64_t full[kStages];
-    uint64_t empty[kStages];
-};
+using Ring = Barriers<kStages>;
 
 // One adapter group's rows within a part of a tile, and how many of the columns from `first_column` on it has.
 struct Share {
@@ -38,7 +35,7 @@ struct Share {
 
     __device__ __forceinline__ Share(const LayerArgs* layer, const LoraGroup& of, int num_experts, int first, int last,
                                      int first_column)
-        : group(of), entry(layer->lora[of.slot * num_experts + of.expert]) {
+        : group(of), entry(layer->entry_of(of.slot, of.expert, num_experts)) {
         first_row = max(group.first_row, first);
         num_rows = max(min(group.first_row + group.num_rows, last) - first_row, 0);
         columns = max(min(ceil_div(entry.rank[2], kRankBlock) - first_column, kColumns), 0);
@@ -101,14 +98,9 @@ struct Shrink {
             for (int c = 0; c < kColumns; ++c) {
                 if (c >= share.columns) break;
                 const uint4 a = *reinterpret_cast<const uint4*>(stage + kTokenBytes + c * kColumnBytes +
-                                                                step * kStepBytes + lane * 16);
+                                                                step * kAStepBytes + lane * 16);
 #pragma unroll
-                for (int m = 0; m < 2; ++m) {
-                    const uint4& low = x[2 * m];
-                    const uint4& high = x[2 * m + 1];
-                    mma_m16n8k16(sums[m][c], low.x, high.x, low.y, high.y, a.x, a.y);
-                    mma_m16n8k16(sums[m][c], low.z, high.z, low.w, high.w, a.z, a.w);
-                }
+                for (int m = 0; m < 2; ++m) mma_m16n8k32(sums[m][c], x[2 * m], x[2 * m + 1], a);
             }
         }
     }
@@ -147,10 +139,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     extern __shared__ __align__(1024) uint8_t shared[];
     Ring& ring = *reinterpret_cast<Ring*>(shared + kStages * kStageBytes);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < kStages; ++i) {
-            barrier_init(&ring.full[i], 1);
-            barrier_init(&ring.empty[i], kWarps);
-        }
+        ring.init(1, kWarps);
         barrier_init_fence();
     }
     __syncthreads();
@@ -166,8 +155,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
         const int first = tile.first_row + item / chunks % kParts * kRows;
         const int last = tile.first_row + min(tile.num_rows, (item / chunks % kParts + 1) * kRows);
         const int first_column = item % chunks * kColumns;
-        for (int i = 0; i < tile.groups >> 16; ++i) {
-            const Share share(layer, groups[(tile.groups & 0xffff) + i], num_experts, first, last, first_column);
+        for (int i = 0; i < tile.num_groups(); ++i) {
+            const Share share(layer, groups[tile.first_group() + i], num_experts, first, last, first_column);
             if (share.num_rows == 0 || share.columns == 0) continue;
             if (shrink.warp == kWarps)
                 shrink.load(share, first_column, policy);

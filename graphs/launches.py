@@ -77,6 +77,7 @@ class Launches(MlpLaunches, WideLaunches):
         geometry = self.geometry
         blocks = min(max(-(-self.slot_rows // SORT_WARPS), 1 + self.lora), self.sm_count)
         lora_writes = {"row_slots", "groups", "num_groups"} if self.lora else set()
+        counts = self.mlp and self.token_config is None  # an expert MLP follows, if the plan is fused
         return self.kernels.get(kernels.sort(), dynamic=True).prepare(
             grid=(blocks, 1, 1),
             block=(SORT_WARPS * 32, 1, 1),
@@ -94,7 +95,7 @@ class Launches(MlpLaunches, WideLaunches):
                 "groups": self.lora_buffer("groups"),
                 "num_groups": self.lora_buffer("num_groups"),
                 "tickets": self.buffer("tickets"),
-                "pending": self.buffer("pending"),
+                "pending": self.buffer("pending") if counts else pointer(0),
                 **self.routing_sizes,
                 "tile_rows": int32(self.tile),
                 "group_rows": int32(geometry.group_rows(self.num_tokens)),
@@ -107,7 +108,8 @@ class Launches(MlpLaunches, WideLaunches):
             waits=True,
             holds=True,
             reads=self.routing_reads,
-            writes=frozenset({"places", "place_tokens", "tiles", "num_tiles", "tickets", "pending"} | lora_writes)
+            writes=frozenset({"places", "place_tokens", "tiles", "num_tiles", "tickets"} | lora_writes)
+            | frozenset({"pending"} if counts else ())
             | self.awaited,
         )
 

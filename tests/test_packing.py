@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moelet.graphs import buffers, kernels
 from moelet.graphs.compiler import CompileError
-from moelet.graphs.gemm_config import RANK_BLOCK, RANK_BLOCKS
+from moelet.graphs.gemm_config import RANK_BLOCK
 from moelet.graphs.geometry import ROW_ALIGN
 from moelet.graphs.packing import pack_a, pack_b_down, pack_b_gate_up
 from moelet.layer.layout import BLOCK_K, CHUNK, PackedShape, down_stored_rows, gate_up_stored_rows
@@ -174,7 +174,5 @@ def test_the_numbers_of_the_epilogues_and_methods_are_the_kernels(tmp_path: Path
 
 
 def test_ranks_are_stored_in_the_blocks_that_the_shrink_reads(tmp_path: Path) -> None:
-    a_block = f"kRankBlockBytes == {RANK_BLOCK * 32 * 2}"
-    check(tmp_path, constants_of("common/shrink_item.cuh", "// One group"), [a_block], {"RANK_BLOCKS": RANK_BLOCKS})
-    fragments = [f"kRankBlock == {RANK_BLOCK}", f"kFragmentBytes == {16 * RANK_BLOCK * 2}"]
-    check(tmp_path, constants_of("lora_expand.cu", "struct Fragments"), fragments)
+    sizes = {"kRankBlock": RANK_BLOCK, "kAStepBytes": RANK_BLOCK * 32 * 2, "kFragmentBytes": 16 * RANK_BLOCK * 2}
+    check(tmp_path, '#include "common/lora.cuh"', [f"{name} == {size}" for name, size in sizes.items()])

@@ -29,6 +29,19 @@ __device__ __forceinline__ uint4 load_awaited(const uint4* pointer) {
                  : "memory");
     return value;
 }
+// Fills `values` with what `load` gives of each index, again and again until nothing of them is missing.
+template <int kCount, typename Value, typename Load>
+__device__ __forceinline__ void load_until_there(Value (&values)[kCount], Load load) {
+    bool missing;
+    do {
+        missing = false;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            values[i] = load(i);
+            missing |= is_missing(values[i]);
+        }
+    } while (missing);
+}
 __device__ __forceinline__ void store_awaited(bf16* pointer, bf16 value) {
     asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(pointer), "h"(value.bits) : "memory");
 }

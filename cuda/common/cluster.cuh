@@ -45,9 +45,6 @@ __device__ __forceinline__ void send_int(int* target, int value, uint64_t* barri
                  : "memory");
 }
 
-// Lets the copy engine and the tensor cores see this thread's stores to shared memory, once a barrier has followed.
-__device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // Starts a copy of `bytes` (a multiple of 16) to global memory, a group of its own among this thread's.
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t bytes) {
     asm volatile(

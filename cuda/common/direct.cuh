@@ -119,9 +119,7 @@ struct DirectTiles {
         }
         __syncwarp();
 
-        const int per_lane = ceil_div(num_experts, 32);
-        const int first = min(lane * per_lane, num_experts);
-        const int last = min(first + per_lane, num_experts);
+        const auto [first, last] = dealt_to(lane, 32, num_experts);
         int mine = 0;  // tiles in the high half, padded rows in the low half
         for (int expert = first; expert < last; ++expert)
             mine += ceil_div(counts[expert], tile_rows) << 16 | round_up(counts[expert], kRowAlign);
@@ -167,17 +165,14 @@ struct DirectTiles {
     }
 };
 
-// Starts bringing all hidden states to shared memory, [k_blocks, kTokens, 64] swizzled; tokens beyond `max_tokens` are
-// zero. `kThreads` threads take part.
-template <int kTokens, int kThreads>
-__device__ __forceinline__ void load_hidden(uint8_t* target, const bf16* hidden, int k_blocks, int max_tokens) {
+// Starts bringing all hidden states to where `memory` has them; nobody looks at what is there of further tokens.
+// `kThreads` threads take part.
+template <int kThreads, typename Memory>
+__device__ __forceinline__ void load_hidden(const Memory& memory, const bf16* hidden, int k_blocks, int num_tokens) {
     const int num_chunks = k_blocks * (kBlockK / kChunk);
-#pragma unroll
-    for (int token = 0; token < kTokens; ++token) {
-        const bool real = token < max_tokens;
-        const bf16* source = hidden + (real ? int64_t(token) * k_blocks * kBlockK : 0);
+    for (int token = 0; token < num_tokens; ++token) {
+        const bf16* source = hidden + int64_t(token) * k_blocks * kBlockK;
         for (int chunk = threadIdx.x; chunk < num_chunks; chunk += kThreads)
-            async_copy16(target + block_major_offset(token, chunk * kChunk, kTokens) * 2, source + chunk * kChunk,
-                         real);
+            async_copy16(memory.hidden_chunk(token, chunk, k_blocks), source + chunk * kChunk, true);
     }
 }

@@ -21,7 +21,20 @@ struct DirectTokens {
     }
 };
 
+// Activations that a token MLP awaits without counts: some may be missing yet.
+struct AwaitedTokens {
+    static constexpr bool kAwaited = true;
+    NearTokens tokens;
+    __device__ __forceinline__ AwaitedTokens(const uint8_t* tokens, int rows) : tokens{tokens, rows} {}
+    __device__ __forceinline__ uint4 load(int row, int step, int lane) const {
+        return load_awaited(tokens.address(row, step, lane));
+    }
+};
+
+// Activations are `DownTokens`: where those are awaited without counts, so is h.
+template <typename DownTokens>
 struct DirectShrinkTeam {
+    static constexpr bool kCounts = !DownTokens::kAwaited;
     const Mlp& mlp;
     const Memory& memory;
     Partial& partial;
@@ -73,17 +86,15 @@ struct DirectShrinkTeam {
             wrote = true;
             multiply_shares(item, k_steps, operand, block == first ? awaited : nullptr);
             team_sync();
-            if (!kCountsParts) grid_dependency_wait();  // the sort has h missing until then
+            if (!kCounts) grid_dependency_wait();  // the sort has h missing until then
             write_sums<kProjections>(partial, item, 0, const_cast<bf16*>(gemm.h), gemm.rows, team_thread(),
                                      kShrinkThreads);
             async_writes_fence();
             team_sync();
         }
-        if (!kCountsParts) return;
+        if (!kCounts) return;
         grid_dependency_wait();
-        if (team_thread() != 0) return;
-        if (wrote) release_writes();
-        count_down(const_cast<int*>(gemm.h_pending) + group.expert);
+        finish_part(gemm, group.expert, wrote);
     }
 
     // All parts of one product, dealt to the blocks in turn.

@@ -11,22 +11,17 @@
 struct TileCount {
     const int* counts;  // tokens by expert
     int tile_rows;
-    int first;  // expert of this lane
-    int last;
-    int begin;  // number of its first tile
+    Range mine;  // experts of this lane
+    int begin;   // number of their first tile
     int end;
     int total;
 
     __device__ __forceinline__ TileCount(const int* counts, int num_experts, int tile_rows)
-        : counts(counts), tile_rows(tile_rows) {
-        const int lane = threadIdx.x % 32;
-        const int per_lane = ceil_div(num_experts, 32);
-        first = min(lane * per_lane, num_experts);
-        last = min(first + per_lane, num_experts);
-        int mine = 0;
-        for (int expert = first; expert < last; ++expert) mine += tiles_of(expert);
-        end = warp_inclusive_scan(mine);
-        begin = end - mine;
+        : counts(counts), tile_rows(tile_rows), mine(dealt_to(threadIdx.x % 32, 32, num_experts)) {
+        int tiles = 0;
+        for (int expert = mine.first; expert < mine.last; ++expert) tiles += tiles_of(expert);
+        end = warp_inclusive_scan(tiles);
+        begin = end - tiles;
         total = __shfl_sync(~0u, end, 31);
     }
     __device__ __forceinline__ int tiles_of(int expert) const { return ceil_div(counts[expert], tile_rows); }
@@ -36,7 +31,7 @@ struct TileCount {
         int num_rows = 0;
         if (index >= begin && index < end) {
             int before = begin;
-            for (expert = first; before + tiles_of(expert) <= index; ++expert) before += tiles_of(expert);
+            for (expert = mine.first; before + tiles_of(expert) <= index; ++expert) before += tiles_of(expert);
             num_rows = min(counts[expert] - (index - before) * tile_rows, tile_rows);
         }
         return TokenTile{__reduce_max_sync(~0u, expert), 0, __reduce_max_sync(~0u, num_rows), 0};

@@ -1,4 +1,4 @@
-// What every grouped GEMM is asked to do: its epilogue, its arguments, and its place in a ring of stages.
+// What every grouped GEMM is asked to do: its epilogue and its arguments.
 #pragma once
 
 #include "common/layer_args.cuh"
@@ -13,17 +13,11 @@
 
 constexpr int kNoItem = -1;  // ends the work
 
-template <int kStages>
-struct Cursor {
-    int stage = 0;
-    uint32_t parity = 0;
-    __device__ __forceinline__ void advance(int stages = 1) {
-        stage += stages;
-        if (stage >= kStages) {
-            stage -= kStages;
-            parity ^= 1;
-        }
-    }
+// What an item is of: a token tile, and one row tile or as many from there.
+struct Place {
+    int tile;
+    int row_tile;
+    int row_tiles;
 };
 
 struct Gemm {

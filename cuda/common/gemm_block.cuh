@@ -6,6 +6,7 @@
 #include "common/gemm_args.cuh"
 #include "common/gemm_groups.cuh"
 #include "common/layout.cuh"
+#include "common/ring.cuh"
 
 static_assert(BLOCK_M == 64 || BLOCK_M == 128, "a row tile is one or two warpgroups");
 static_assert(MAX_N % 8 == 0 && MAX_N <= 128, "a token tile is a multiple of 8 up to 128");
@@ -42,18 +43,6 @@ constexpr int kHBlocks = MAX_N > 64 ? 4 : 8;
 constexpr int kLoraStages = LORA ? 2 : 0;
 constexpr int kLoraStageBytes = kEntries * kTileFragmentBytes + kHBlocks * MAX_N * kHTokenBytes<IS_DOWN>;
 
-template <int kStages>
-struct Barriers {
-    uint64_t full[kStages];
-    uint64_t empty[kStages];
-    __device__ __forceinline__ void init(int full_arrivals = 1) {
-        for (int i = 0; i < kStages; ++i) {
-            barrier_init(&full[i], full_arrivals);
-            barrier_init(&empty[i], kConsumers / 32);
-        }
-    }
-};
-
 // One group's block of ranks within a LoRA stage.
 struct LoraStageEntry {
     int16_t first_row;  // of the group within the tile
@@ -67,28 +56,21 @@ struct Ring {
 };
 // What a thread tells another warp.
 struct Announcements {
-    uint64_t announced[2];
-    uint64_t noted[2];  // by the other
+    Barriers<2> barriers;
     int item[2];
 
-    __device__ __forceinline__ void init() {
-        for (int i = 0; i < 2; ++i) {
-            barrier_init(&announced[i], 1);
-            barrier_init(&noted[i], 1);
-        }
-    }
     __device__ __forceinline__ void tell(Cursor<2>& told, int next) {
-        barrier_wait(&noted[told.stage], told.parity ^ 1);
+        barrier_wait(&barriers.empty[told.stage], told.parity ^ 1);
         item[told.stage] = next;
-        barrier_arrive(&announced[told.stage]);
+        barrier_arrive(&barriers.full[told.stage]);
         told.advance();
     }
     // A warp asks.
     __device__ __forceinline__ int hear(Cursor<2>& heard) {
-        barrier_wait(&announced[heard.stage], heard.parity);
+        barrier_wait(&barriers.full[heard.stage], heard.parity);
         const int next = item[heard.stage];
         __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(&noted[heard.stage]);
+        if (threadIdx.x % 32 == 0) barrier_arrive(&barriers.empty[heard.stage]);
         heard.advance();
         return next;
     }
@@ -99,7 +81,7 @@ struct WrittenItems {
     int count;  // not in registers, which are few
 
     __device__ __forceinline__ void init() {
-        ring.init();
+        ring.barriers.init(1, 1);
         count = 0;
     }
     // By one thread alone.
@@ -127,13 +109,10 @@ struct Memory {
     LoraRing& lora;
     Announcements& gather_items;
     WrittenItems& written_items;
-};
 
-// What an item is of: a token tile, and one row tile or as many from there.
-struct Place {
-    int tile;
-    int row_tile;
-    int row_tiles;
+    __device__ __forceinline__ uint8_t* hidden_chunk(int token, int chunk, int) const {
+        return hidden + block_major_offset(token, chunk * kChunk, MAX_N) * 2;
+    }
 };
 
 // Items that a token tile makes.
@@ -176,12 +155,12 @@ __device__ __forceinline__ Memory carve(uint8_t* shared, int k_blocks, int num_e
 
 // One thread does this; a block-wide barrier must follow.
 __device__ __forceinline__ void init_barriers(const Memory& memory) {
-    memory.ring.barriers.init(kFullArrivals);
+    memory.ring.barriers.init(kFullArrivals, kConsumers / 32);
     if (LORA) {
-        memory.lora.barriers.init();
-        memory.lora.items.init();
+        memory.lora.barriers.init(1, kConsumers / 32);
+        memory.lora.items.barriers.init(1, 1);
     }
-    if (kGathers) memory.gather_items.init();
+    if (kGathers) memory.gather_items.barriers.init(1, 1);
     if (kBoth) memory.written_items.init();
     barrier_init_fence();
 }

@@ -13,26 +13,35 @@ struct Consumer {
         if (threadIdx.x % 32 == 0) barrier_arrive(empty);
     }
 
-    // The sum of one tile's K-blocks; with `kHidden` the tokens are all hidden states, in shared memory; with
-    // `kGathered` threads have copied them, and the tensor cores have yet to see them.
+    __device__ __forceinline__ uint32_t stage_address() const {
+        return shared_address(memory.stages) + cursor.stage * kStageBytes;
+    }
+    // Starts the product of the stage's weights, once it is full, by the tokens at `tokens(stage)`; with `kGathered`
+    // threads have copied those, and the tensor cores have yet to see them.
+    template <int N, bool kGathered, typename Tokens>
+    __device__ __forceinline__ void start(float (&acc)[N / 2], Tokens tokens) {
+        barrier_wait(&memory.ring.barriers.full[cursor.stage], cursor.parity);
+        if (kGathered) async_shared_fence();
+        const uint32_t stage = stage_address();
+        const uint64_t a = operand_descriptor(stage + threadIdx.x / 128 * 64 * kBlockBytes);
+        const uint64_t b = operand_descriptor(tokens(stage));
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kBlockK / 16; ++k) Wgmma<N>::multiply(acc, a + 2 * k, b + 2 * k);
+        wgmma_commit();
+    }
+
+    // The sum of one tile's K-blocks; with `kHidden` the tokens are all hidden states, in shared memory.
     template <int N, bool kHidden, bool kGathered>
     __device__ __forceinline__ void multiply(float (&acc)[N / 2], int k_blocks) {
         Barriers<STAGES>& barriers = memory.ring.barriers;
-        const int warpgroup = threadIdx.x / 128;
         int previous = -1;
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) acc[i] = 0.0f;
         for (int block = 0; block < k_blocks; ++block) {
-            barrier_wait(&barriers.full[cursor.stage], cursor.parity);
-            if (kGathered) async_shared_fence();
-            const uint32_t stage = shared_address(memory.stages) + cursor.stage * kStageBytes;
-            const uint64_t a = operand_descriptor(stage + warpgroup * 64 * kBlockBytes);
-            const uint64_t b = operand_descriptor(kHidden ? shared_address(memory.hidden) + block * kTokenBytes
-                                                          : stage + kWeightBytes);
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < kBlockK / 16; ++k) Wgmma<N>::multiply(acc, a + 2 * k, b + 2 * k);
-            wgmma_commit();
+            start<N, kGathered>(acc, [&](uint32_t stage) {
+                return kHidden ? shared_address(memory.hidden) + block * kTokenBytes : stage + kWeightBytes;
+            });
             wgmma_wait<1>();
             if (previous >= 0) release(&barriers.empty[previous]);
             previous = cursor.stage;
@@ -46,26 +55,14 @@ struct Consumer {
     template <int N>
     __device__ __forceinline__ void multiply_pair(float (&acc)[2][N / 2], int k_blocks) {
         Barriers<STAGES>& barriers = memory.ring.barriers;
-        const int warpgroup = threadIdx.x / 128;
 #pragma unroll
         for (int i = 0; i < N; ++i) acc[i / (N / 2)][i % (N / 2)] = 0.0f;
         for (int block = 0; block < k_blocks; ++block) {
-            uint64_t tokens;
-            int first;
-#pragma unroll
-            for (int tile = 0; tile < 2; ++tile) {
-                barrier_wait(&barriers.full[cursor.stage], cursor.parity);
-                async_shared_fence();
-                const uint32_t stage = shared_address(memory.stages) + cursor.stage * kStageBytes;
-                if (tile == 0) tokens = operand_descriptor(stage + kWeightBytes);
-                if (tile == 0) first = cursor.stage;
-                const uint64_t weights = operand_descriptor(stage + warpgroup * 64 * kBlockBytes);
-                wgmma_fence();
-#pragma unroll
-                for (int k = 0; k < kBlockK / 16; ++k) Wgmma<N>::multiply(acc[tile], weights + 2 * k, tokens + 2 * k);
-                wgmma_commit();
-                if (tile == 0) cursor.advance();
-            }
+            const int first = cursor.stage;
+            const uint32_t tokens = stage_address() + kWeightBytes;
+            start<N, true>(acc[0], [&](uint32_t) { return tokens; });
+            cursor.advance();
+            start<N, true>(acc[1], [&](uint32_t) { return tokens; });
             wgmma_wait<0>();
             release(&barriers.empty[first]);
             release(&barriers.empty[cursor.stage]);

@@ -19,9 +19,9 @@ struct GroupSource {
 
     GroupSource() = default;
     __device__ __forceinline__ GroupSource(const Gemm& gemm, const TokenTile& tile, int row_tile, int index) {
-        if (index >= tile.groups >> 16) return;
-        const LoraGroup group = gemm.groups[(tile.groups & 0xffff) + index];
-        const LoraEntry entry = gemm.layer->lora[group.slot * gemm.num_experts + group.expert];
+        if (index >= tile.num_groups()) return;
+        const LoraGroup group = gemm.groups[tile.first_group() + index];
+        const LoraEntry entry = gemm.layer->entry_of(group.slot, group.expert, gemm.num_experts);
         first_row = max(group.first_row - tile.first_row, 0);
         last_row = min(group.first_row + group.num_rows - tile.first_row, tile.num_rows);
         const int rank = kDown ? entry.rank[2] : max(entry.rank[0], entry.rank[1]);

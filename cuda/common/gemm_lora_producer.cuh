@@ -47,7 +47,7 @@ struct LoraProducer {
     // Entries are the (group, block of ranks) pairs whose block lies in one chunk of kHBlocks, numbered group by group.
     template <bool kDown>
     __device__ __forceinline__ void load_tile(const Gemm& gemm, const TokenTile& tile, int row_tile) {
-        const int num_groups = tile.groups >> 16;
+        const int num_groups = tile.num_groups();
         for (int batch = 0; batch < num_groups; batch += 32) {
             GroupSource<kDown> group(gemm, tile, row_tile, batch + lane);
             group.join();
@@ -57,10 +57,7 @@ struct LoraProducer {
                 const int end = warp_inclusive_scan(mine);
                 const int total = __shfl_sync(~0u, end, 31);
                 for (int entry = 0; entry < total; entry += kEntries) {
-                    // This lane's entry belongs to the first group that ends beyond it.
-                    int owner = 0;
-                    for (int other = 0; other < min(num_groups - batch, 32) - 1; ++other)
-                        owner += __shfl_sync(~0u, end, other) <= entry + lane;
+                    const int owner = lane_that_has(entry + lane, end, num_groups - batch);
                     const int block = first + entry + lane - __shfl_sync(~0u, end - mine, owner);
                     const bool last = batch + 32 >= num_groups && first + kHBlocks >= most && entry + kEntries >= total;
                     load_stage(gemm, tile, group.of_lane(owner), block, min(kEntries, total - entry), first,

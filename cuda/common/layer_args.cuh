@@ -30,6 +30,9 @@ struct alignas(16) LayerArgs {
     int num_tokens;
     int reserved;
 
+    __device__ __forceinline__ const LoraEntry& entry_of(int slot, int expert, int num_experts) const {
+        return lora[slot * num_experts + expert];
+    }
     // Where the output goes, `arena` being the arena's buffer for it.
     __device__ __forceinline__ bf16* output_or(bf16* arena) const { return output ? output : arena; }
 };

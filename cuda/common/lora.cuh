@@ -3,9 +3,10 @@
 
 #include "common/mma.cuh"
 
-constexpr int kRankBlock = 8;               // ranks of a block
-constexpr int kFragmentBytes = 256;         // 16 output rows by eight ranks of B: eight bytes a lane
-constexpr int kHRowBytes = kRankBlock * 2;  // eight ranks of one token
+constexpr int kRankBlock = 8;                     // ranks of a block
+constexpr int kAStepBytes = kRankBlock * 32 * 2;  // eight ranks by 32 elements of K of A: 16 bytes a lane
+constexpr int kFragmentBytes = 256;               // 16 output rows by eight ranks of B: eight bytes a lane
+constexpr int kHRowBytes = kRankBlock * 2;        // eight ranks of one token
 
 // h is [R/8, rows, PROJECTIONS, 8]: what one block of ranks needs of consecutive tokens is one run of memory.
 __device__ __forceinline__ int64_t h_offset(int block, int row, int projection, int rows, int projections) {

@@ -1,7 +1,25 @@
-// Prefix sums over a warp and over a block.
+// Sums over a warp, prefix sums over a warp and a block, and how things are dealt to lanes and threads for them.
 #pragma once
 
 #include "common/types.cuh"
+
+// Sum of `value` over the lanes of the warp, in an order of its own, for all of them.
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+    return value;
+}
+
+struct Range {
+    int first;
+    int last;
+};
+// Which of `count` things in a row `taker` gets, where `takers` get equally many: the last of them fewer, or none.
+__device__ __forceinline__ Range dealt_to(int taker, int takers, int count) {
+    const int each = ceil_div(count, takers);
+    const int first = taker * each;
+    return Range{first, min(first + each, count)};
+}
 
 // Sum of `value` over the lanes of the warp up to this one.
 __device__ __forceinline__ int warp_inclusive_scan(int value) {
@@ -11,6 +29,14 @@ __device__ __forceinline__ int warp_inclusive_scan(int value) {
         if (threadIdx.x % 32 >= step) value += before;
     }
     return value;
+}
+
+// The lane that number `index` belongs to, where the lanes have numbers in turn, each those before its `end`; lanes
+// from `lanes` on have none.
+__device__ __forceinline__ int lane_that_has(int index, int end, int lanes) {
+    int owner = 0;
+    for (int lane = 0; lane < min(lanes, 32) - 1; ++lane) owner += __shfl_sync(~0u, end, lane) <= index;
+    return owner;
 }
 
 // Sum of `value` over the threads before this one; `total` gets the sum over all. `warp_sums` holds 32 ints of

@@ -25,8 +25,8 @@ struct Weights {
 #pragma unroll
             for (int b = 0; b < RANK_BLOCKS; ++b)
                 value[u][b] = step + u < item.end && b < item.live_blocks
-                                  ? __ldg(reinterpret_cast<const uint4*>(
-                                        item.a + b * item.a_block + int64_t(step + u) * kRankBlockBytes + lane * 16))
+                                  ? __ldg(reinterpret_cast<const uint4*>(item.a + b * item.a_block +
+                                                                         int64_t(step + u) * kAStepBytes + lane * 16))
                                   : uint4{0, 0, 0, 0};
     }
 };
@@ -55,11 +55,7 @@ __device__ __forceinline__ void multiply(float (&acc)[RANK_BLOCKS][4], const Wei
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u)
 #pragma unroll
-        for (int b = 0; b < RANK_BLOCKS; ++b) {
-            const uint4& a = weights.value[u][b];
-            mma_m16n8k16(acc[b], x[u][0].x, x[u][1].x, x[u][0].y, x[u][1].y, a.x, a.y);
-            mma_m16n8k16(acc[b], x[u][0].z, x[u][1].z, x[u][0].w, x[u][1].w, a.z, a.w);
-        }
+        for (int b = 0; b < RANK_BLOCKS; ++b) mma_m16n8k32(acc[b], x[u][0], x[u][1], weights.value[u][b]);
 }
 
 struct PermutedTokens {

@@ -12,8 +12,7 @@
 #include "common/lora.cuh"
 #include "common/tiles.cuh"
 
-constexpr int kShares = 8;                   // of K, each summed by one warp
-constexpr int kRankBlockBytes = 8 * 32 * 2;  // eight ranks by 32 of K
+constexpr int kShares = 8;  // of K, each summed by one warp
 
 // The first step of a share of K, of 32 elements each; the end of the share before it.
 __device__ __forceinline__ int share_begin(int share, int k_steps) { return k_steps * share / kShares; }
@@ -44,7 +43,7 @@ __device__ __forceinline__ Item read_item(const LayerArgs* layer, const LoraGrou
                                           int k_steps, int max_rank) {
     const int max_blocks = max_rank / kRankBlock;
     const int chunks = ceil_div(max_blocks, RANK_BLOCKS);
-    const LoraEntry entry = layer->lora[group.slot * num_experts + group.expert];
+    const LoraEntry entry = layer->entry_of(group.slot, group.expert, num_experts);
     Item item;
     item.projection = index / chunks;
     item.first_block = index % chunks * RANK_BLOCKS;
@@ -55,7 +54,7 @@ __device__ __forceinline__ Item read_item(const LayerArgs* layer, const LoraGrou
                                             : item.live_blocks;
     item.first_row = group.first_row;
     item.num_rows = group.num_rows;
-    item.a_block = int64_t(k_steps) * kRankBlockBytes;
+    item.a_block = int64_t(k_steps) * kAStepBytes;
     const int source = kProjections == 2 && (entry.shared_a >> item.projection & 1) ? 0 : group.expert;
     item.a = (kProjections == 2 ? layer->lora_a_gate_up : layer->lora_a_down) +
              (int64_t(group.slot) * num_experts + source) * item.a_block * max_blocks * kProjections +

@@ -2,6 +2,7 @@
 // of the kernel that includes this.
 #pragma once
 
+#include "common/gemm_args.cuh"
 #include "common/shrink_item.cuh"
 
 constexpr int kShrinkWarps = kShrinkThreads / 32;
@@ -41,4 +42,10 @@ __device__ __forceinline__ void await_tokens(const int* awaited) {
     if (!awaited) return;
     if (threadIdx.x % 32 == 0) await_parts(awaited);
     __syncwarp();
+}
+// The end of a part, behind the team's barrier: an expert's h lacks one less.
+__device__ __forceinline__ void finish_part(const Gemm& gemm, int expert, bool wrote) {
+    if (team_thread() != 0) return;
+    if (wrote) release_writes();
+    count_down(const_cast<int*>(gemm.h_pending) + expert);
 }

@@ -65,7 +65,7 @@ struct Chunk {
             live[p] = item.live_blocks;
             written = item.written_blocks;
         }
-        a_block = k_steps * kRankBlockBytes;
+        a_block = k_steps * kAStepBytes;
     }
 };
 
@@ -82,7 +82,7 @@ struct Step {
     uint4 x;
 
     __device__ __forceinline__ void load_a(const Chunk<kProjections>& chunk, const Walk& walk) {
-        const int offset = walk.step() * kRankBlockBytes + threadIdx.x % 32 * 16;
+        const int offset = walk.step() * kAStepBytes + threadIdx.x % 32 * 16;
 #pragma unroll
         for (int p = 0; p < kProjections; ++p)
 #pragma unroll
@@ -98,10 +98,7 @@ struct Step {
     }
     __device__ __forceinline__ void multiply(float (&acc)[kProjections][4]) const {
 #pragma unroll
-        for (int p = 0; p < kProjections; ++p) {
-            mma_m16n8k16(acc[p], a[p][0].x, a[p][1].x, a[p][0].y, a[p][1].y, x.x, x.y);
-            mma_m16n8k16(acc[p], a[p][0].z, a[p][1].z, a[p][0].w, a[p][1].w, x.z, x.w);
-        }
+        for (int p = 0; p < kProjections; ++p) mma_m16n8k32(acc[p], a[p][0], a[p][1], x);
     }
 };
 
@@ -170,7 +167,7 @@ struct SortedShrinkTeam {
             if (next < items && team_thread() == 0) async_copy16(&upcoming, &gemm.groups[next / chunks], true);
             const bool written = chunk.written > 0;
             if (written) {
-                if (gemm.tokens_pending) await_tokens(gemm.tokens_pending + group.expert);
+                await_tokens(gemm.pending_tokens(group.expert));
                 const int token = threadIdx.x % 32 / 4;
                 const int place = token < group.num_rows ? operand.find(group.first_row + token) : -1;
                 multiply_shares(held, chunk, operand, place, k_steps);
@@ -187,10 +184,7 @@ struct SortedShrinkTeam {
                 async_writes_fence();
                 team_sync();
             }
-            if (team_thread() == 0) {
-                if (written) release_writes();
-                count_down(const_cast<int*>(gemm.h_pending) + group.expert);
-            }
+            finish_part(gemm, group.expert, written);
         }
     }
 

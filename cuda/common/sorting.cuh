@@ -33,9 +33,7 @@ __device__ __forceinline__ void carve(Rows& rows, uint8_t* shared, int num_exper
 
 // Turns the counts into places: padded starts of the experts, and the buckets' offsets within each.
 __device__ __forceinline__ void place_experts(const Rows& rows) {
-    const int per_thread = ceil_div(rows.num_experts, blockDim.x);
-    const int first = threadIdx.x * per_thread;
-    const int last = min(first + per_thread, rows.num_experts);
+    const auto [first, last] = dealt_to(threadIdx.x, blockDim.x, rows.num_experts);
     int padded = 0;
     for (int expert = first; expert < last; ++expert) {
         int count = 0;
@@ -70,9 +68,7 @@ __device__ __forceinline__ int rows_in_bucket(const Rows& rows, int expert, int 
 template <typename Note>
 __device__ __forceinline__ int write_tiles(const Rows& rows, int tile_rows, bool balanced, TokenTile* tiles,
                                            int* num_tiles, Note note) {
-    const int per_thread = ceil_div(rows.num_experts, blockDim.x);
-    const int first = threadIdx.x * per_thread;
-    const int last = min(first + per_thread, rows.num_experts);
+    const auto [first, last] = dealt_to(threadIdx.x, blockDim.x, rows.num_experts);
     int num_mine = 0;
     int groups_mine = 0;
     for (int expert = first; expert < last; ++expert) {
@@ -98,9 +94,7 @@ __device__ __forceinline__ int write_tiles(const Rows& rows, int tile_rows, bool
 }
 
 __device__ __forceinline__ void write_groups(const Rows& rows, LoraGroup* groups, int* num_groups) {
-    const int per_thread = ceil_div(rows.num_experts, blockDim.x);
-    const int first = threadIdx.x * per_thread;
-    const int last = min(first + per_thread, rows.num_experts);
+    const auto [first, last] = dealt_to(threadIdx.x, blockDim.x, rows.num_experts);
     int mine = 0;
     for (int expert = first; expert < last; ++expert) mine += rows.groups[expert];
     int total;

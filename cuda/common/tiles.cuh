@@ -9,6 +9,9 @@ struct alignas(16) TokenTile {
     int first_row;  // permuted row of the first token, a multiple of 8
     int num_rows;   // tokens, at most MAX_N
     int groups;     // the expert's adapter groups: the first in the low half, how many in the high half
+
+    __device__ __forceinline__ int first_group() const { return groups & 0xffff; }
+    __device__ __forceinline__ int num_groups() const { return groups >> 16; }
 };
 
 // Tokens of one (expert, adapter slot) pair, consecutive permuted rows: all of them, or as many as a group may have.

@@ -6,6 +6,7 @@
 #include "common/direct.cuh"
 #include "common/gemm_args.cuh"
 #include "common/gemm_groups.cuh"
+#include "common/ring.cuh"
 
 constexpr int kConsumerWarps = 8;
 constexpr int kConsumers = 32 * kConsumerWarps;
@@ -28,27 +29,31 @@ struct Mlp {
 
     __device__ __forceinline__ int parts() const { return ceil_div(gate_up.row_tiles, slices); }
     __device__ __forceinline__ int num_items() const { return num_tiles * parts(); }
+    __device__ __forceinline__ Place place_of(int item) const {
+        const int first = item % parts() * slices;
+        return Place{item / parts(), first, min(slices, gate_up.row_tiles - first)};
+    }
+    // K-blocks of so many slices that a stage holds.
+    __device__ __forceinline__ int stage_blocks(int of_slices) const { return stage_bytes / (of_slices * kSliceBytes); }
 };
 
-struct Ring {
-    uint64_t full[kMaxStages];
-    uint64_t empty[kMaxStages];
+struct Ring : Barriers<kMaxStages> {
     int begun;  // stages that the producer has begun to fill, of all rounds
     int reserved;
 };
 
-// A place in a ring of any length.
-struct RingCursor {
-    int stage = 0;
-    uint32_t parity = 0;
-    int before = 0;  // stages, of all rounds
-    __device__ __forceinline__ void advance(int length, int stages = 1) {
+// A place in a ring of `length` stages, and how many are before it, of all rounds.
+struct TokenCursor : Cursor<kMaxStages> {
+    int before = 0;
+
+    __device__ __forceinline__ void advance(int length) {
+        ++before;
+        Cursor::advance(1, length);
+    }
+    __device__ __forceinline__ void skip(int stages, int length) {
         before += stages;
-        stage += stages;
-        while (stage >= length) {
-            stage -= length;
-            parity ^= 1;
-        }
+        for (; stages > length; stages -= length) parity ^= 1;
+        Cursor::advance(stages, length);
     }
 };
 
@@ -61,9 +66,10 @@ struct Memory {
     Ring& ring;
     DirectTiles direct;
 
-    // Bytes of a token's row of what `gemm` multiplies.
-    static __device__ __forceinline__ int row_bytes(const Gemm& gemm) {
-        return gemm.k_blocks * kBlockBytes + kRowPadding;
+    // Bytes of a token's row of what is multiplied.
+    static __device__ __forceinline__ int row_bytes(int k_blocks) { return k_blocks * kBlockBytes + kRowPadding; }
+    __device__ __forceinline__ uint8_t* hidden_chunk(int token, int chunk, int k_blocks) const {
+        return hidden + token * row_bytes(k_blocks) + chunk * 16;
     }
 };
 
@@ -85,22 +91,9 @@ __device__ __forceinline__ Memory carve(uint8_t* shared, int stages_offset, int 
 
 // One thread does this.
 __device__ __forceinline__ void init_barriers(const Memory& memory, int num_stages) {
-    for (int i = 0; i < num_stages; ++i) {
-        barrier_init(&memory.ring.full[i], 1);
-        barrier_init(&memory.ring.empty[i], kConsumerWarps);
-    }
+    memory.ring.init(1, kConsumerWarps, num_stages);
     memory.ring.begun = 0;
     barrier_init_fence();
-}
-
-// Starts bringing all hidden states to shared memory; `kThreads` threads take part.
-template <int kThreads>
-__device__ __forceinline__ void load_hidden_rows(const Memory& memory, const Gemm& gemm, const bf16* hidden,
-                                                 int num_tokens) {
-    const int chunks = gemm.k_blocks * (kBlockK / kChunk);
-    for (int i = threadIdx.x; i < num_tokens * chunks; i += kThreads)
-        async_copy16(memory.hidden + i / chunks * Memory::row_bytes(gemm) + i % chunks * 16,
-                     hidden + int64_t(i) * kChunk, true);
 }
 
 // The warp that keeps the ring full, from the first weight of gate_up to the last of down, which wait for nothing; a
@@ -108,15 +101,18 @@ __device__ __forceinline__ void load_hidden_rows(const Memory& memory, const Gem
 struct TokenProducer {
     const Mlp& mlp;
     const Memory& memory;
-    RingCursor cursor;
+    TokenCursor cursor;
     const uint64_t policy = evict_first_policy();
 
-    // `k_blocks` times `bytes`, one every `stride` bytes from `source` on.
-    __device__ __forceinline__ void load(const uint8_t* source, int64_t stride, int bytes, int k_blocks) {
+    // All K-blocks of an expert's `slices` slices of 16 rows, from slice `first` on.
+    __device__ __forceinline__ void load(const Gemm& gemm, int expert, int first, int slices) {
+        const int64_t stride = int64_t(gemm.row_tiles) * kSliceBytes;  // from one K-block to the next
+        const uint8_t* source = gemm.weights + first * kSliceBytes + expert * (stride * gemm.k_blocks);
         const int lane = threadIdx.x % 32;
-        const int most = mlp.stage_bytes / bytes;
-        for (int first = 0; first < k_blocks; first += most) {
-            const int count = min(most, k_blocks - first);
+        const int bytes = slices * kSliceBytes;
+        const int most = mlp.stage_blocks(slices);
+        for (int block = 0; block < gemm.k_blocks; block += most) {
+            const int count = min(most, gemm.k_blocks - block);
             uint64_t* full = &memory.ring.full[cursor.stage];
             barrier_wait(&memory.ring.empty[cursor.stage], cursor.parity ^ 1);
             if (lane == 0) {
@@ -126,24 +122,16 @@ struct TokenProducer {
             __syncwarp();
             if (lane < count)
                 bulk_load((memory.stages + cursor.stage * mlp.stage_bytes) + lane * bytes,
-                          source + (first + lane) * stride, bytes, full, policy);
+                          source + (block + lane) * stride, bytes, full, policy);
             cursor.advance(mlp.num_stages);
         }
     }
     __device__ __forceinline__ void run() {
-        const Gemm& gate_up = mlp.gate_up;
-        const Gemm& down = mlp.down;
-        const int64_t gate_up_block = int64_t(gate_up.row_tiles) * kSliceBytes;
-        const int64_t down_block = int64_t(down.row_tiles) * kSliceBytes;
         for (int item = blockIdx.x; item < mlp.num_items(); item += gridDim.x) {
-            const int first = item % mlp.parts() * mlp.slices;
-            const uint8_t* source = gate_up.weights + first * kSliceBytes +
-                                    memory.direct[item / mlp.parts()].expert * (gate_up_block * gate_up.k_blocks);
-            load(source, gate_up_block, min(mlp.slices, gate_up.row_tiles - first) * kSliceBytes, gate_up.k_blocks);
+            const Place place = mlp.place_of(item);
+            load(mlp.gate_up, memory.direct[place.tile].expert, place.row_tile, place.row_tiles);
         }
-        for (int slice = blockIdx.x; slice < down.row_tiles; slice += gridDim.x)
-            for (int tile = 0; tile < mlp.num_tiles; ++tile)
-                load(down.weights + slice * kSliceBytes + memory.direct[tile].expert * (down_block * down.k_blocks),
-                     down_block, kSliceBytes, down.k_blocks);
+        for (int slice = blockIdx.x; slice < mlp.down.row_tiles; slice += gridDim.x)
+            for (int tile = 0; tile < mlp.num_tiles; ++tile) load(mlp.down, memory.direct[tile].expert, slice, 1);
     }
 };

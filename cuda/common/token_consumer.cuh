@@ -44,7 +44,7 @@ struct Adapters {
     __device__ __forceinline__ Adapters(const Gemm& gemm, int index, int slice) {
         grid_dependency_wait();
         const TokenTile tile = gemm.tiles[index];
-        count = tile.groups >> 16;
+        count = tile.num_groups();
         groups = GroupSource<kDown>(gemm, tile, slice, threadIdx.x % 32);
         for (int block = 0; block < groups.rank_blocks; ++block) {
             const uint8_t* b = groups.b + int64_t(block) * gemm.row_tiles * kTileFragmentBytes;
@@ -59,7 +59,7 @@ struct TokenConsumer {
     const Mlp& mlp;
     const Memory& memory;
     int num_tokens;  // rows of hidden states
-    RingCursor cursor;
+    TokenCursor cursor;
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
 
@@ -109,34 +109,26 @@ struct TokenConsumer {
             for (int first = 0; first < group.rank_blocks; first += kBlocksAhead) {
                 const int count = min(kBlocksAhead, group.rank_blocks - first);
                 uint2 b[kBlocksAhead];
-                uint32_t h[kBlocksAhead][kProjections];
+                uint32_t h[kBlocksAhead * kProjections];
 #pragma unroll
                 for (int i = 0; i < kBlocksAhead; ++i)
                     if (i < count)
                         b[i] = __ldg(reinterpret_cast<const uint2*>(
                             group.b + int64_t(first + i) * gemm.row_tiles * kTileFragmentBytes + lane * 8));
-                bool missing;
-                do {
-                    missing = false;
-#pragma unroll
-                    for (int i = 0; i < kBlocksAhead; ++i)
-#pragma unroll
-                        for (int p = 0; p < kProjections; ++p) {
-                            const int64_t offset = (int64_t(first + i) * gemm.rows * kProjections + p) * kRankBlock;
-                            h[i][p] = mine && i < count
-                                          ? load_awaited(reinterpret_cast<const uint32_t*>(of_row + offset))
-                                          : 0;
-                            missing |= is_missing(h[i][p]);
-                        }
-                } while (missing);
+                load_until_there(h, [&](int i) {
+                    const int block = i / kProjections;
+                    const int64_t offset =
+                        (int64_t(first + block) * gemm.rows * kProjections + i % kProjections) * kRankBlock;
+                    return mine && block < count ? load_awaited(reinterpret_cast<const uint32_t*>(of_row + offset)) : 0;
+                });
                 __syncwarp();
 #pragma unroll
                 for (int i = 0; i < kBlocksAhead; ++i) {
                     if (i >= count) break;
                     if constexpr (kDown)
-                        expand_down(delta, b[i], h[i][0]);
+                        expand_down(delta, b[i], h[i]);
                     else
-                        expand_gate_up(delta, b[i], h[i][0], h[i][1]);
+                        expand_gate_up(delta, b[i], h[2 * i], h[2 * i + 1]);
                 }
             }
         }
@@ -148,22 +140,22 @@ struct TokenConsumer {
     // One item of gate_up: each warp a slice, from hidden states to activations.
     __device__ __forceinline__ void activate(int item) {
         const Gemm& gemm = mlp.gate_up;
-        const int first = item % mlp.parts() * mlp.slices;
-        const int slices = min(mlp.slices, gemm.row_tiles - first);
-        const TokenTile tile = memory.direct[item / mlp.parts()];
-        const int row_tile = first + warp;
-        const bool takes = warp < slices;
+        const Place place = mlp.place_of(item);
+        const TokenTile tile = memory.direct[place.tile];
+        const int row_tile = place.row_tile + warp;
+        const bool takes = warp < place.row_tiles;
         float acc[4] = {};
 #if LORA
         Adapters<false> adapters;
-        if (takes) adapters = Adapters<false>(gemm, item / mlp.parts(), row_tile);
+        if (takes) adapters = Adapters<false>(gemm, place.tile, row_tile);
 #endif
-        const int most = mlp.stage_bytes / (slices * kSliceBytes);
-        const uint8_t* column = memory.hidden + min(lane / 4, num_tokens - 1) * Memory::row_bytes(gemm) + lane % 4 * 4;
+        const int most = mlp.stage_blocks(place.row_tiles);
+        const uint8_t* column =
+            memory.hidden + min(lane / 4, num_tokens - 1) * Memory::row_bytes(gemm.k_blocks) + lane % 4 * 4;
         for (int block = 0; block < gemm.k_blocks; block += most) {
             await_full();  // by all: who released a stage before would be counted twice
             if (takes)
-                multiply(acc, warp * kSliceBytes, slices * kSliceBytes, min(most, gemm.k_blocks - block),
+                multiply(acc, warp * kSliceBytes, place.row_tiles * kSliceBytes, min(most, gemm.k_blocks - block),
                          column + block * kBlockBytes);
             release(1);
         }
@@ -191,20 +183,14 @@ struct TokenConsumer {
         const int chunks = gemm.k_blocks * (kBlockK / kChunk);
         const bf16* act = reinterpret_cast<const bf16*>(gemm.tokens);
         for (int row = 0; row < tile.num_rows; ++row) {
-            uint8_t* of_token = target + memory.direct.token_of(tile, row) * Memory::row_bytes(gemm);
+            uint8_t* of_token = target + memory.direct.token_of(tile, row) * Memory::row_bytes(gemm.k_blocks);
             for (int first = lane; first < chunks; first += 32 * kChunksAhead) {
                 uint4 value[kChunksAhead];
-                bool missing;
-                do {
-                    missing = false;
-#pragma unroll
-                    for (int i = 0; i < kChunksAhead; ++i) {
-                        const int chunk = min(first + 32 * i, chunks - 1);
-                        value[i] = load_awaited(reinterpret_cast<const uint4*>(
-                            act + block_major_offset(tile.first_row + row, chunk * kChunk, gemm.rows)));
-                        missing |= is_missing(value[i]);
-                    }
-                } while (missing);
+                load_until_there(value, [&](int i) {
+                    const int chunk = min(first + 32 * i, chunks - 1);
+                    return load_awaited(reinterpret_cast<const uint4*>(
+                        act + block_major_offset(tile.first_row + row, chunk * kChunk, gemm.rows)));
+                });
 #pragma unroll
                 for (int i = 0; i < kChunksAhead; ++i)
                     if (first + 32 * i < chunks) *reinterpret_cast<uint4*>(of_token + (first + 32 * i) * 16) = value[i];
@@ -215,18 +201,18 @@ struct TokenConsumer {
     // 16 rows of down of all tiles, each warp every eighth tile.
     __device__ __forceinline__ void descend(int slice) {
         const Gemm& gemm = mlp.down;
-        uint8_t* rows = memory.act + warp * num_tokens * Memory::row_bytes(gemm);
+        uint8_t* rows = memory.act + warp * num_tokens * Memory::row_bytes(gemm.k_blocks);
         const int feature = down_feature(slice * BLOCK_M, lane / 4);
-        const int most = mlp.stage_bytes / kSliceBytes;
+        const int most = mlp.stage_blocks(1);
         if (warp < mlp.num_tiles) bring(rows, memory.direct[warp]);
         for (int index = 0; index < mlp.num_tiles; ++index) {
             if (index % kConsumerWarps != warp) {
-                cursor.advance(mlp.num_stages, ceil_div(gemm.k_blocks, most));
+                cursor.skip(ceil_div(gemm.k_blocks, most), mlp.num_stages);
                 continue;
             }
             const TokenTile tile = memory.direct[index];
             const int token = memory.direct.token_of(tile, min(lane / 4, tile.num_rows - 1));
-            const uint8_t* column = rows + token * Memory::row_bytes(gemm) + lane % 4 * 4;
+            const uint8_t* column = rows + token * Memory::row_bytes(gemm.k_blocks) + lane % 4 * 4;
             float acc[4] = {};
 #if LORA
             const Adapters<true> adapters(gemm, index, slice);

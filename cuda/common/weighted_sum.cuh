@@ -1,7 +1,21 @@
-// The weighted sum over a token's choices, of some of its columns.
+// The weighted sum over a token's choices, of some of its columns, and what each choice weighs.
 #pragma once
 
 #include "common/types.cuh"
+
+// Choices after top_k are the shared experts, weighted by their gate, or by one where `shared_weights` is null.
+struct ChoiceWeights {
+    const float* topk_weights;    // [tokens, top_k]
+    const float* shared_weights;  // [tokens]
+    int top_k;
+    int choices;
+
+    __device__ __forceinline__ float of(int token, int choice) const {
+        return choice < top_k                       ? __ldg(topk_weights + token * top_k + choice)
+               : choice < choices && shared_weights ? __ldg(shared_weights + token)
+                                                    : 1.0f;
+    }
+};
 
 constexpr int kColumns = 8;  // of a thread: 16 bytes of a row
 

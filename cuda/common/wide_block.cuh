@@ -5,6 +5,7 @@
 #include "common/gemm_args.cuh"
 #include "common/gemm_groups.cuh"
 #include "common/layout.cuh"
+#include "common/ring.cuh"
 
 static_assert(BLOCK_M == 128, "a row tile is two warpgroups");
 static_assert(MAX_N == 128 || MAX_N == 160 || MAX_N == 256, "a wide token tile");
@@ -35,10 +36,8 @@ constexpr int kLastLoraStage = 0x100;  // marks a tile's last, beside the number
 // can hold, were each a single stage, and by two.
 constexpr int kSent = STAGES + 2;
 
-struct WideRing {
+struct WideRing : Barriers<STAGES> {
     TokenTile tile[STAGES];  // of the item that a LoRA stage or the first K-block belongs to
-    uint64_t full[STAGES];
-    uint64_t empty[STAGES];  // of both blocks' warps: tokens come to both at once
     uint64_t sent[kSent];
     int item[STAGES];  // kNoItem ends the work
     int lora[STAGES];
@@ -59,10 +58,7 @@ __device__ __forceinline__ WideMemory carve(uint8_t* shared) {
 
 // One thread does this; a cluster-wide barrier must follow.
 __device__ __forceinline__ void init_barriers(const WideMemory& memory) {
-    for (int i = 0; i < STAGES; ++i) {
-        barrier_init(&memory.ring.full[i], 1);
-        barrier_init(&memory.ring.empty[i], kCluster * kConsumers / 32);
-    }
+    memory.ring.init(1, kCluster * kConsumers / 32);  // empty for both blocks' warps: tokens come to both at once
     for (int i = 0; i < kSent; ++i) {
         barrier_init(&memory.ring.sent[i], 1);
         barrier_expect(&memory.ring.sent[i], sizeof(int));

@@ -10,6 +10,7 @@
 #include "common/layer_args.cuh"
 #include "common/layout.cuh"
 #include "common/lora.cuh"
+#include "common/scan.cuh"
 #include "common/tiles.cuh"
 
 constexpr int kWarps = 4;
@@ -19,9 +20,8 @@ constexpr int kColumns = 8;
 constexpr int kProjections = 2;
 constexpr int kStages = 4;
 constexpr int kChunksPerRow = kBlockK / kChunk;
-constexpr int kRowBytes = kRows * kBlockBytes;   // of a stage
-constexpr int kStepBytes = kRankBlock * 32 * 2;  // eight ranks by 32 elements of K
-constexpr int kColumnBytes = 2 * kStepBytes;     // by a K-block
+constexpr int kRowBytes = kRows * kBlockBytes;  // of a stage
+constexpr int kColumnBytes = 2 * kAStepBytes;   // of A by a K-block
 constexpr int kRowsPerThread = kRows * kChunksPerRow / kThreads;
 constexpr int kStageBytes = kRowBytes + kColumns * kColumnBytes;
 constexpr int kChunksPerColumn = kColumnBytes / 16;  // of a K-block
@@ -60,15 +60,13 @@ struct ColumnList {
     int next = 0;   // and the column among theirs
     const int lane = threadIdx.x % 32;
 
-    __device__ __forceinline__ LoraGroup group_of(int index) const {
-        return lora.groups[(tile.groups & 0xffff) + index];
-    }
+    __device__ __forceinline__ LoraGroup group_of(int index) const { return lora.groups[tile.first_group() + index]; }
     __device__ __forceinline__ LoraEntry entry_of(const LoraGroup& of) const {
-        return lora.layer->lora[of.slot * lora.num_experts + of.expert];
+        return lora.layer->entry_of(of.slot, of.expert, lora.num_experts);
     }
     // How many columns a group has in this part.
     __device__ __forceinline__ int columns_of(int index) const {
-        if (index >= tile.groups >> 16) return 0;
+        if (index >= tile.num_groups()) return 0;
         const LoraGroup of = group_of(index);
         if (of.first_row >= first_row + num_rows || of.first_row + of.num_rows <= first_row) return 0;
         const LoraEntry entry = entry_of(of);
@@ -89,21 +87,13 @@ struct ColumnList {
     }
     // Fills `columns` and returns how many there were left for it; the warp's lanes go together.
     __device__ __forceinline__ int fill(Column* columns) {
-        const int num_groups = tile.groups >> 16;
+        const int num_groups = tile.num_groups();
         for (; batch < num_groups; batch += 32, next = 0) {
             const int mine = columns_of(batch + lane);
-            int end = mine;
-#pragma unroll
-            for (int step = 1; step < 32; step *= 2) {
-                const int lower = __shfl_up_sync(~0u, end, step);
-                if (lane >= step) end += lower;
-            }
+            const int end = warp_inclusive_scan(mine);
             const int count = min(__shfl_sync(~0u, end, 31) - next, kColumns);
             if (count <= 0) continue;
-            // This lane's column belongs to the first group that ends beyond it.
-            int owner = 0;
-            for (int other = 0; other < min(num_groups - batch, 32) - 1; ++other)
-                owner += __shfl_sync(~0u, end, other) <= next + lane;
+            const int owner = lane_that_has(next + lane, end, num_groups - batch);
             const int column = next + lane - __shfl_sync(~0u, end - mine, owner);
             if (lane < count) columns[lane] = column_of(group_of(batch + owner), column);
             next += count;
@@ -158,9 +148,8 @@ struct Part {
             }
 #pragma unroll
             for (int c = 0; c < kCount; ++c) {
-                const uint4 a = *reinterpret_cast<const uint4*>(a_stage + c * kColumnBytes + step * kStepBytes);
-                mma_m16n8k16(sums[c], x[0].x, x[1].x, x[0].y, x[1].y, a.x, a.y);
-                mma_m16n8k16(sums[c], x[0].z, x[1].z, x[0].w, x[1].w, a.z, a.w);
+                const uint4 a = *reinterpret_cast<const uint4*>(a_stage + c * kColumnBytes + step * kAStepBytes);
+                mma_m16n8k32(sums[c], x[0], x[1], a);
             }
         }
     }

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "common/activation.cuh"
+#include "common/wgmma.cuh"
 #include "common/wide_block.cuh"
-#include "common/wide_wgmma.cuh"
 
 // Calls `run` with the smallest width that holds `num_rows` tokens.
 template <typename Run>
@@ -59,9 +59,9 @@ struct WideConsumer {
 #pragma unroll
             for (int k = 0; k < kBlockK / 16; ++k) {
 #if LORA
-                WideWgmma<N>::multiply(sums, a + 2 * k, b + 2 * k, adds || k > 0);
+                Wgmma<N>::multiply(sums, a + 2 * k, b + 2 * k, adds || k > 0);
 #else
-                WideWgmma<N>::multiply(sums, a + 2 * k, b + 2 * k);
+                Wgmma<N>::multiply(sums, a + 2 * k, b + 2 * k);
 #endif
             }
             if (LORA) adds = true;
@@ -105,8 +105,8 @@ struct WideConsumer {
                 const uint4 first = fragment(step, blocks);
                 const uint4 second = fragment(step + 1, blocks);
                 wgmma_fence();
-                WideWgmma<MAX_N>::multiply(sums, first, step_columns(step, columns), adds);
-                WideWgmma<MAX_N>::multiply(sums, second, step_columns(step + 1, columns), true);
+                Wgmma<MAX_N>::multiply(sums, first, step_columns(step, columns), adds);
+                Wgmma<MAX_N>::multiply(sums, second, step_columns(step + 1, columns), true);
                 adds = true;
                 wgmma_commit();
                 wgmma_wait<0>();
@@ -115,7 +115,7 @@ struct WideConsumer {
             for (; step < steps; ++step) {
                 const uint4 a = fragment(step, blocks);
                 wgmma_fence();
-                WideWgmma<MAX_N>::multiply(sums, a, step_columns(step, columns), adds);
+                Wgmma<MAX_N>::multiply(sums, a, step_columns(step, columns), adds);
                 adds = true;
                 wgmma_commit();
                 wgmma_wait<0>();
@@ -181,7 +181,7 @@ struct WideConsumer {
                         *reinterpret_cast<uint32_t*>(target + 2 * block_major_offset(8 * j + token + t, feature, 0)) =
                             pack_bf16(sums[i], sums[i + 2]);
                 }
-            async_proxy_fence();
+            async_shared_fence();
             sync();
             if (stores && row_tile < gemm.row_tiles)
                 bulk_store(out + first * kBlockK, target, min(kPiece, tile.num_rows - first) * kBlockBytes);
@@ -200,7 +200,7 @@ struct WideConsumer {
 #pragma unroll
             for (int i = 0; i < MAX_N / 2; ++i) sums[i] = 0.0f;
 #endif
-            if (LORA && tile.groups >> 16) expand();
+            if (LORA && tile.num_groups() != 0) expand();
             with_wide_width(tile.num_rows, [&]<int N>(Width<N>) { multiply<N>(); });
             const int row_tile = row_tile_of(gemm, item, rank);
             if (IS_DOWN)

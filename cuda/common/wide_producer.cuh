@@ -55,7 +55,7 @@ struct WideProducer {
     // Weights do not depend on the kernels before: a first ring of them is under way while those finish, unless the
     // adapters' part comes first.
     __device__ __forceinline__ int start(const WideSource& source, int item) {
-        if (LORA && source.tile.groups >> 16) {
+        if (LORA && source.tile.num_groups() != 0) {
             grid_dependency_wait();
             return 0;
         }
@@ -98,7 +98,7 @@ struct WideProducer {
                         uint4{0, 0, 0, 0};
             }
         }
-        async_proxy_fence();
+        async_shared_fence();
         const int total_rows = __reduce_add_sync(~0u, num_rows);
         if (lane == 0) {
             memory.ring.item[stage] = item;
@@ -122,17 +122,14 @@ struct WideProducer {
     // this lane's of the first 32.
     __device__ __forceinline__ void load_groups(const WideSource& source, Groups group, int item) {
         const TokenTile& tile = source.tile;
-        const int num_groups = tile.groups >> 16;
+        const int num_groups = tile.num_groups();
         for (int batch = 0; batch < num_groups; batch += 32) {
             if (batch > 0) group = Groups(gemm, tile, source.row_tile, batch + lane);
             const int end = warp_inclusive_scan(group.rank_blocks);
             const int total = __shfl_sync(~0u, end, 31);
             const bool last_batch = batch + 32 >= num_groups;
             for (int entry = 0; entry < total; entry += kLoraBlocks) {
-                // This lane's entry belongs to the first group that ends beyond it.
-                int owner = 0;
-                for (int other = 0; other < min(num_groups - batch, 32) - 1; ++other)
-                    owner += __shfl_sync(~0u, end, other) <= entry + lane;
+                const int owner = lane_that_has(entry + lane, end, num_groups - batch);
                 const int block = entry + lane - __shfl_sync(~0u, end - group.rank_blocks, owner);
                 load_entries(group.of_lane(owner), block, min(kLoraBlocks, total - entry), tile, item,
                              last_batch && entry + kLoraBlocks >= total);
