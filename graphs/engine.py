@@ -14,6 +14,7 @@ from ..layer.errors import ConfigurationError, RequestError
 from ..layer.spec import ModelSpec
 from ..layer.weights import LayerWeights
 from .adapters import AdapterSlots, SlotBank
+from .arrival import Arrival
 from .compiler import check_driver
 from .driver import Device, open_device
 from .fetching import Fetching
@@ -21,12 +22,13 @@ from .geometry import Geometry
 from .kernels import Kernels, Progress, fetch
 from .limits import check_limits
 from .memory import DeviceBuffer
+from .page_locked import PageLocked
 from .plan_choice import Choice, choose
 from .pool import EAGER_PLAN, GraphPool, arena_memory
 from .program import Plan
 from .residency import ResidentLayer, router_matrix
 from .served import Served, ways
-from .staging import Arrival, Staging, routing_input
+from .staging import Staging, routing_input
 from .streams import Events, Streams
 from .unfinalized import Unfinalized, read_unfinalized
 
@@ -112,6 +114,7 @@ class GraphEngine:
         self._pools = {geometry: self._pool(geometry, self._memory) for geometry in geometries}
         asked = [specialisation for pool in self._pools.values() for specialisation in pool.kernels_asked()]
         self._kernels.compile([fetch(), *asked], progress)
+        page_locked = PageLocked()
         fetching = Fetching(self._kernels.get(fetch()), self._streams.main, self._device.sm_count)
         for geometry, pool in self._pools.items():
             gc.collect()
@@ -124,6 +127,7 @@ class GraphEngine:
                 enter=self._device.make_current,
                 streams=self._streams,
                 fetching=fetching,
+                page_locked=page_locked,
             )
         found = {each: ways(self._pools[each], self._stagings[each]) for each in geometries}
         for index, layer in self._layers.items():

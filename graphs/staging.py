@@ -1,7 +1,7 @@
 """A forward's way onto the GPU and back: a pinned block that a copy or a kernel reads, and one that either fills."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,12 +10,14 @@ from torch import Tensor
 
 from ..layer.engine import LayerBatch
 from .arena import Arena
+from .arrival import TAKEN, UNDER_WAY, Arrival
 from .buffers import FORWARD_ARGS, LAYER_ARGS, InputLayout, RoutingInput
-from .detour import Detour
-from .fetching import Fetching
+from .detour import Detour, Run
+from .fetching import LANE_BYTES, Fetching
 from .geometry import Geometry
 from .memory import PinnedBuffer, copy_to_device, copy_to_host
 from .outputs import Block, OutputBlocks
+from .page_locked import PageLocked
 from .pool import Variant
 from .streams import Event, Stream, Streams
 from .transfer import Transfer, plan_transfer
@@ -33,9 +35,11 @@ and a stream of its own has the output cross the bus.
 """
 FETCHED_BYTES = 512 << 10
 """The largest input of a forward alone that a kernel brings; of more, a copy is the faster."""
-
-TAKEN, LOST, UNDER_WAY = range(3)
-"""How memory that a forward passed through can be had again: at once, sooner than that of another, or not yet."""
+ASKED_BYTES = 32 << 10
+"""The smallest hidden states of which it is asked whether they are page-locked: fewer are copied in less time."""
+MOST_LOST = 16
+"""Memory that may be read or written at any time, because a forward failed, is held for good: past so many no more is
+read from where it is."""
 
 
 def routing_input(batch: LayerBatch) -> RoutingInput:
@@ -45,65 +49,12 @@ def routing_input(batch: LayerBatch) -> RoutingInput:
     return RoutingInput.GATE if batch.router_logits is None else RoutingInput.LOGITS
 
 
-class Arrival:
-    """A forward that was put on a stream: ``result`` waits for its output. ``enter`` lets its thread use the device.
-
-    ``finish`` makes the output, of a copy or, where there is a place for those that are ``lost``, of memory kept for
-    it. One is lost that was waited for in vain: it may be written at any time, and its memory is not used again.
-    ``state`` is ``LOST`` until all of the forward is on the stream, then ``UNDER_WAY`` until ``result`` ends.
-    """
-
-    __slots__ = ("_done", "_enter", "_finish", "_lost", "state")
-
-    def __init__(
-        self,
-        done: Event,
-        finish: Callable[[], Tensor],
-        enter: Callable[[], None] | None,
-        *,
-        lost: list[Tensor] | None,
-    ) -> None:
-        self._done = done
-        self._finish = finish
-        self._enter = enter
-        self._lost = lost
-        self.state = LOST
-
-    @property
-    def under_way(self) -> bool:
-        """Whether the output is not there, or not taken, and somebody may wait for it."""
-        return self.state == UNDER_WAY
-
-    def result(self) -> Tensor:
-        """The output, bf16 ``[num_tokens, H]`` on the host; call once, from any thread."""
-        ended = LOST
-        try:
-            output = self._waited_for()
-            ended = TAKEN
-        finally:
-            self.state = ended
-        return output
-
-    def _waited_for(self) -> Tensor:
-        if self._enter is not None:
-            self._enter()
-        if self._lost is None:
-            self._done.synchronize()
-            return self._finish()
-        output = self._finish()  # only the memory is looked at, and the GPU still computes
-        try:
-            self._done.synchronize()
-        except BaseException:
-            self._lost.append(output)
-            raise
-        return output
-
-
 class Staging:
     """Pinned memory for the inputs and outputs of the largest shape of one geometry, ``depth`` forwards at a time.
 
-    Tensors go in and out as runs of bytes: nothing here costs time per token but the copies. Outputs of up to
-    ``kept_tokens`` tokens are not copied out of pinned memory, unless too many are held by who asked for them.
+    Tensors go in and out as runs of bytes: nothing here costs time per token but the copies. Hidden states that are
+    page-locked already, as ``page_locked`` says, are brought from where they are. Outputs of up to ``kept_tokens``
+    tokens are not copied out of pinned memory, unless too many are held by who asked for them.
     A forward goes through the memory of the last one if that was waited for, else through the next: however many
     forwards follow each other, or fail, while one ahead of them is still to be waited for, that one's memory is left
     alone.
@@ -122,10 +73,12 @@ class Staging:
         enter: Callable[[], None] | None = None,
         streams: Streams | None = None,
         fetching: Fetching | None = None,
+        page_locked: PageLocked | None = None,
     ) -> None:
         self.geometry = geometry
         self._enter = enter
         self._fetching = fetching
+        self._page_locked = page_locked
         in_bytes = max(InputLayout(geometry, max_tokens, routing).total_bytes for routing in RoutingInput)
         self._inputs = [PinnedBuffer(in_bytes) for _ in range(depth)]
         self._outputs = [PinnedBuffer(max(max_tokens * geometry.output_stride * 2, 2)) for _ in range(depth)]
@@ -142,7 +95,8 @@ class Staging:
         self._taken = 0  # and of the last whose output was asked for: one that was not leaves nothing behind
         self._arrivals: list[Arrival | None] = [None] * depth  # the last in each place
         self._crossing: Detour | None = None  # what the forward that was sent last goes through
-        self._written: Block | None = None  # what its last kernel writes
+        self._written: Block | None = None  # what its last kernel writes,
+        self._read: Tensor | None = None  # and what it reads from the caller's own memory
         self._pads = geometry.hidden_stride != geometry.hidden_size
         self._hidden = torch.zeros(max_tokens, geometry.hidden_stride, dtype=torch.bfloat16)
         self._no_slots = torch.full((max_tokens,), -1, dtype=torch.int32)
@@ -152,7 +106,7 @@ class Staging:
         planned = plan_transfer(self.geometry, variant, arena, num_tokens)
         if self._fetching is None or planned.in_bytes > FETCHED_BYTES:
             return planned
-        sizes = planned.input, planned.in_bytes
+        sizes = planned.input, planned.hidden.offset, planned.in_bytes
         fetches = [self._fetching.prepare(block.device_pointer, *sizes) for block in self._inputs]
         return replace(planned, fetches=tuple(fetches))
 
@@ -169,28 +123,56 @@ class Staging:
         """Write ``batch``, which was checked, behind the layer's ``head``, and have it brought to the GPU.
 
         ``beside``: a forward computes meanwhile. ``direct``: the last kernel may write the output to where it is kept,
-        and ``begin_receive`` follows, once it was launched. Fewer than ``depth`` may be under way.
+        hidden states may be read from where they are, and ``begin_receive`` follows, once all was launched. Fewer than
+        ``depth`` may be under way.
         """
         self._place = self._next_place()
         fits = self._detour is not None and self._detour.holds(transfer.in_bytes, transfer.out_bytes)
         self._crossing = self._detour if beside and fits else None
-        direct = direct and transfer.out_bytes <= (DIRECT_BYTES_BESIDE if beside else DIRECT_BYTES_ALONE)
-        self._written = self._kept.take(transfer.out_bytes) if direct else None
-        output = 0 if self._written is None else self._written.device
+        self._written = None
+        if direct and transfer.out_bytes <= (DIRECT_BYTES_BESIDE if beside else DIRECT_BYTES_ALONE):
+            self._written = self._kept.take(transfer.out_bytes)
+        self._write(batch, head, transfer)
+        hidden = (self._padded(batch.hidden_states) if self._pads else batch.hidden_states).contiguous()
+        self._lose(self._read)  # of one that was sent and no more
+        reached = self._reached(hidden) if direct else 0
+        self._read = hidden if reached else None
+        self._bring(transfer, hidden.data_ptr(), reached, stream)
+
+    def _write(self, batch: LayerBatch, head: bytes, transfer: Transfer) -> None:
+        """All of the input but hidden states, to its block."""
         source = self._inputs[self._place].pointer
+        output = 0 if self._written is None else self._written.device
         ctypes.memmove(source, head + FORWARD_ARGS.pack(output, transfer.num_tokens), LAYER_ARGS.itemsize)
         for name, offset, num_bytes in transfer.pieces:
             tensor: Tensor | None = getattr(batch, name)
             sent = self._no_slots if tensor is None else tensor.contiguous()
             ctypes.memmove(source + offset, sent.data_ptr(), num_bytes)
-        hidden = (self._padded(batch.hidden_states) if self._pads else batch.hidden_states).contiguous()
-        ctypes.memmove(source + transfer.hidden.offset, hidden.data_ptr(), transfer.hidden.num_bytes)
+
+    def _reached(self, hidden: Tensor) -> int:
+        """The device's address of ``hidden`` where a kernel may read it there, else 0."""
+        locked, num_bytes = self._page_locked, hidden.nbytes
+        if locked is None or self._pads or num_bytes < ASKED_BYTES or len(self._lost) >= MOST_LOST:
+            return 0
+        address = hidden.data_ptr()
+        return 0 if address % LANE_BYTES else locked.device_address(address, num_bytes)
+
+    def _bring(self, transfer: Transfer, hidden: int, reached: int, stream: Stream) -> None:
+        """The input to the arena; hidden states from ``hidden``, or ``reached`` for the device, unless that is 0."""
+        source, (_, offset, num_bytes) = self._inputs[self._place].pointer, transfer.hidden
+        if not reached:
+            ctypes.memmove(source + offset, hidden, num_bytes)
+        if self._crossing is None and transfer.fetches:
+            transfer.fetches[self._place].launch(reached)
+            return
+        runs: Sequence[Run] = (Run(source, 0, transfer.in_bytes),)
+        if reached:
+            runs = Run(source, 0, offset), Run(hidden, offset, num_bytes)
         if self._crossing is not None:
-            self._crossing.bring(self._place, transfer.input, source, transfer.in_bytes)
-        elif transfer.fetches:
-            transfer.fetches[self._place].launch()
+            self._crossing.bring(self._place, transfer.input, runs, transfer.in_bytes)
         else:
-            copy_to_device(transfer.input, source, transfer.in_bytes, stream)
+            for run in runs:
+                copy_to_device(transfer.input + run.offset, run.source, run.num_bytes, stream)
 
     def receive(self, transfer: Transfer, stream: Stream) -> Tensor:
         """Bring back the output, wait for it, and return it, bf16 ``[num_tokens, H]``."""
@@ -200,7 +182,7 @@ class Staging:
         """Start the copy back of the forward that was sent last, unless its last kernel writes to where it is kept."""
         tokens, num_bytes, written = transfer.num_tokens, transfer.out_bytes, self._written
         place = self._taken = self._place
-        self._written = None
+        reads, self._read, self._written = self._read, None, None
         block = written or self._kept.take(num_bytes)
         if block is not None:
             target = block.host
@@ -209,7 +191,10 @@ class Staging:
             target = self._outputs[place].pointer
             finish = partial(self._copied, target, tokens)
         done = self._done[place]
-        arrival = self._arrivals[place] = Arrival(done, finish, self._enter, lost=None if block is None else self._lost)
+        if (before := self._arrivals[place]) is not None:
+            self._lose(before.reads)
+        lost = None if block is None else self._lost
+        arrival = self._arrivals[place] = Arrival(done, finish, self._enter, lost=lost, reads=reads)
         if written is None and self._crossing is not None:
             stream = self._crossing.take(place, target, transfer.output, num_bytes)
         elif written is None:
@@ -217,6 +202,11 @@ class Staging:
         done.record(stream)
         arrival.state = UNDER_WAY
         return arrival
+
+    def _lose(self, reads: Tensor | None) -> None:
+        """Hold for good what a forward may read that was not waited for to its end."""
+        if reads is not None:
+            self._lost.append(reads)
 
     def _next_place(self) -> int:
         """That of the forward whose output was asked for last, if it was taken, else the next that can be had."""

@@ -165,7 +165,9 @@ class Engine(Protocol):
     def begin(self, batch: LayerBatch) -> Forward:
         """Start a forward; forwards compute, and are waited for, in the order begun.
 
-        The batch's tensors may be changed once this returns. Raises as ``forward`` does.
+        The batch's tensors may be changed once this returns, but for hidden states in page-locked memory: a GPU may
+        read those where they are, and gives what it finds there until ``result`` has returned, as with torch's
+        non-blocking copies. They are kept alive until then. Raises as ``forward`` does.
         """
 
     def forward(self, batch: LayerBatch) -> Tensor:
