@@ -15,7 +15,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from moelet.graphs.engine import GraphEngine, GraphOptions
+from moelet.graphs.engine import GraphEngine
+from moelet.graphs.options import GraphOptions
 from moelet.graphs.program import Plan
 from moelet.layer.engine import LayerBatch
 from moelet.layer.spec import LayerSpec, ModelSpec

@@ -15,8 +15,8 @@ from .buffers import FORWARD_ARGS, LAYER_ARGS, InputLayout, RoutingInput
 from .detour import Detour, Run
 from .fetching import LANE_BYTES, Fetching
 from .geometry import Geometry
+from .locked_blocks import Block, LockedBlocks
 from .memory import PinnedBuffer, copy_to_device, copy_to_host
-from .outputs import Block, OutputBlocks
 from .page_locked import PageLocked
 from .pool import Variant
 from .streams import Event, Stream, Streams
@@ -85,7 +85,7 @@ class Staging:
         self._done = [Event(f"done {place}") for place in range(depth)]
         row_bytes = geometry.output_stride * 2
         keeps = kept_tokens > 0 and geometry.output_stride == geometry.hidden_size  # rows as they are asked for
-        self._kept = OutputBlocks(self.kept_blocks if keeps else 0, max(kept_tokens, 1) * row_bytes)
+        self._kept = LockedBlocks(self.kept_blocks if keeps else 0, max(kept_tokens, 1) * row_bytes)
         self._lost: list[Tensor] = []
         self._detour: Detour | None = None
         if streams is not None:
@@ -186,7 +186,7 @@ class Staging:
         block = written or self._kept.take(num_bytes)
         if block is not None:
             target = block.host
-            finish = partial(self._kept.view, block, tokens, self.geometry.output_stride)
+            finish = partial(self._kept.rows, block, tokens, self.geometry.output_stride)
         else:
             target = self._outputs[place].pointer
             finish = partial(self._copied, target, tokens)
@@ -235,7 +235,7 @@ class Staging:
 
     def close(self) -> None:
         """Free the memory."""
-        owned: list[PinnedBuffer | Event | OutputBlocks] = [*self._inputs, *self._outputs, *self._done, self._kept]
+        owned: list[PinnedBuffer | Event | LockedBlocks] = [*self._inputs, *self._outputs, *self._done, self._kept]
         for one in owned:
             one.close()
         if self._detour is not None:

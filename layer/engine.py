@@ -162,6 +162,13 @@ class Engine(Protocol):
     def most_tokens(self) -> int:
         """Tokens that are computed as one; a batch of more is computed in parts."""
 
+    def input_memory(self, num_bytes: int) -> memoryview | None:
+        """Writable memory of ``num_bytes``, the first at a multiple of 64, that hidden states are best read from; it is
+        used again once the last view of it is gone. None: there is none left, or any memory does as well.
+
+        May be called on any thread.
+        """
+
     def begin(self, batch: LayerBatch) -> Forward:
         """Start a forward; forwards compute, and are waited for, in the order begun.
 

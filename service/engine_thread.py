@@ -88,6 +88,10 @@ class EngineThread:
         """Whether the engine only starts forwards, which are computed elsewhere."""
         return self._engine.begins_at_once
 
+    def input_memory(self, num_bytes: int) -> memoryview | None:
+        """``Engine.input_memory``, on any thread; None once the device has failed."""
+        return None if self.failure else self._engine.input_memory(num_bytes)
+
     def submit(self, work: Callable[[Engine], Result]) -> "Future[Result]":
         """Queue ``work`` behind all that was submitted before it."""
         return self._caller.submit(partial(self._run, work))

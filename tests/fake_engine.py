@@ -17,7 +17,8 @@ from fake_layer import LayerDriver, LoadedKernels
 from moelet.graphs import engine as engine_module
 from moelet.graphs.buffers import LAYER_ARGS
 from moelet.graphs.driver import driver
-from moelet.graphs.engine import GraphEngine, GraphOptions
+from moelet.graphs.engine import GraphEngine
+from moelet.graphs.options import GraphOptions
 from moelet.graphs.program import Plan
 from moelet.graphs.staging import routing_input
 from moelet.layer.engine import LayerBatch

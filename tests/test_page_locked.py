@@ -16,7 +16,7 @@ from fake_driver import FakeDriver
 pytest.importorskip("cuda.bindings.driver")
 
 from fake_engine import ELSEWHERE, SPEC, Fetched, Opened, opened
-from moelet.graphs import staging
+from moelet.graphs import input_memory, staging
 from moelet.graphs.driver import DriverError, driver
 from moelet.graphs.memory import PinnedBuffer
 from moelet.graphs.page_locked import PageLocked
@@ -260,3 +260,33 @@ def test_a_driver_that_cannot_say_or_fails_to(fake: FakeDriver, monkeypatch: pyt
         assert PageLocked().device_address(pinned.pointer, 64) == 0
     fake.without = frozenset({ASK.encode()})
     assert PageLocked().device_address(pinned.pointer, 64) == 0
+
+
+def test_memory_that_the_engine_lends_is_read_where_it_is(asking: Opened) -> None:
+    batch = random_batch(SPEC, 4)
+    octets = asking.engine.input_memory(48 + 4 * ROW)
+    assert octets is not None
+    assert len(octets) == 48 + 4 * ROW
+    hidden = torch.frombuffer(octets[48:], dtype=torch.bfloat16).view(4, -1).copy_(batch.hidden_states)
+    [fetched], _ = run(asking, replace(batch, hidden_states=hidden))
+    assert fetched.rest == hidden.data_ptr() + ELSEWHERE
+
+
+def test_so_much_is_lent_and_no_more(asking: Opened) -> None:
+    """A block holds the largest batch however it is routed; one is lent again once nobody looks at it."""
+    most = asking.engine.batch_tokens * (ROW + 8 * SPEC.top_k)
+    assert most == asking.engine.batch_tokens * (ROW + 4 * SPEC.num_experts), "both ways of routing are as large here"
+    lent = [asking.engine.input_memory(most + input_memory.BESIDE) for _ in range(input_memory.BLOCKS)]
+    assert all(octets is not None for octets in lent)
+    assert len({address_of(octets) for octets in lent}) == len(lent)
+    assert all(address_of(octets) % 64 == 0 for octets in lent)
+    assert asking.engine.input_memory(1) is None
+    part = lent.pop()[5:9]
+    assert asking.engine.input_memory(1) is None
+    del part
+    assert asking.engine.input_memory(most + input_memory.BESIDE + 1) is None
+    assert asking.engine.input_memory(1) is not None
+
+
+def address_of(octets: memoryview) -> int:
+    return np.frombuffer(octets, np.uint8).ctypes.data

@@ -1,6 +1,6 @@
 """A request's body in one buffer of its own: read as it comes, expanded, and so placed that its tensors are aligned."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from starlette.requests import ClientDisconnect
@@ -16,6 +16,9 @@ LONGEST_READ = 512
 READING_BYTES = 4096
 KEPT_BYTES = 1 << 18
 """What was read of one takes about so many bytes beside it, and so many of both are kept for requests of one head."""
+
+Lend = Callable[[int], memoryview | None]
+"""Memory of so many bytes that the engine reads best, the first at a multiple of ``ALIGNMENT``; None: it has none."""
 
 Headers = Mapping[bytes, bytes]
 """The raw headers of a request, names in lower case; of those that came twice the last."""
@@ -43,21 +46,26 @@ def aligned(length: int, head_bytes: int) -> memoryview:
 
 class Bodies:
     """Memory for bodies of ``length`` bytes, ``head_bytes`` of them before their tensors: that of answered requests
-    first, with what was read of them.
+    first, with what was read of them. Large ones have what ``lend`` gives for so many bytes, if it does.
 
     ``keeps``  whether any is used again; else nothing that was read need stay with one
     """
 
-    def __init__(self, length: int, head_bytes: int) -> None:
+    def __init__(self, length: int, head_bytes: int, lend: Lend | None = None) -> None:
         self._length = length
         self._head_bytes = head_bytes
+        self._lend = lend
         self.keeps = length <= LARGEST_KEPT and head_bytes <= LONGEST_READ
         self._most = KEPT_BYTES // (length + READING_BYTES) if self.keeps else 0
         self._spare: list[Body] = []
 
     def take(self) -> Body:
         """One that nothing else uses."""
-        return self._spare.pop() if self._spare else Body(aligned(self._length, self._head_bytes))
+        if self._spare:
+            return self._spare.pop()
+        lead = -self._head_bytes % ALIGNMENT
+        lent = self._lend(lead + self._length) if self._lend and self._length > LARGEST_KEPT else None
+        return Body(aligned(self._length, self._head_bytes) if lent is None else lent[lead:])
 
     def give_back(self, body: Body) -> None:
         """Nothing will look at ``body`` any more."""
