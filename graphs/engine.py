@@ -143,12 +143,14 @@ class GraphEngine:
         lora = batch.check(spec, self._options.max_loras)
         tokens, served = batch.num_tokens, self._served[batch.layer]
         if 0 < tokens <= served.most_tokens:
-            return self._begin(batch, served, lora)
+            return self._begin(batch, tokens, served, lora)
         if tokens == 0:
             return Finished(batch.hidden_states.new_empty(0, spec.hidden_size))
         parts = [batch.part(start, start + served.most_tokens) for start in range(0, tokens, served.most_tokens)]
         adapted = [part.check(spec, self._options.max_loras) for part in parts]
-        outputs = [self._begin(part, served, lora).result() for part, lora in zip(parts, adapted, strict=True)]
+        outputs = [
+            self._begin(part, part.num_tokens, served, lora).result() for part, lora in zip(parts, adapted, strict=True)
+        ]
         return Finished(torch.cat(outputs))
 
     def forward(self, batch: LayerBatch) -> Tensor:
@@ -174,8 +176,8 @@ class GraphEngine:
         self._streams.main.synchronize()
         return read_unfinalized(self._layers[batch.layer].geometry, batch, runnable)
 
-    def _begin(self, batch: LayerBatch, served: Served, lora: bool) -> Arrival:
-        runnable, transfer = served.way(batch.num_tokens, routing_input(batch), lora)
+    def _begin(self, batch: LayerBatch, tokens: int, served: Served, lora: bool) -> Arrival:
+        runnable, transfer = served.way(tokens, routing_input(batch), lora)
         staging, main = served.staging, self._streams.main
         beside = self._latest is not None and self._latest.under_way
         staging.send(batch, served.head, transfer, main, beside=beside, direct=True)

@@ -11,10 +11,11 @@ from torch import Tensor
 from ..layer.engine import LayerBatch
 from .arena import Arena
 from .arrival import TAKEN, UNDER_WAY, Arrival
-from .buffers import FORWARD_ARGS, LAYER_ARGS, InputLayout, RoutingInput
+from .buffers import InputLayout, RoutingInput
 from .detour import Detour, Run
 from .fetching import LANE_BYTES, Fetching
 from .geometry import Geometry
+from .input_block import InputBlock
 from .locked_blocks import Block, LockedBlocks
 from .memory import PinnedBuffer, copy_to_device, copy_to_host
 from .page_locked import PageLocked
@@ -80,11 +81,13 @@ class Staging:
         self._fetching = fetching
         self._page_locked = page_locked
         in_bytes = max(InputLayout(geometry, max_tokens, routing).total_bytes for routing in RoutingInput)
-        self._inputs = [PinnedBuffer(in_bytes) for _ in range(depth)]
+        no_slots = torch.full((max_tokens,), -1, dtype=torch.int32)
+        self._inputs = [InputBlock(in_bytes, no_slots) for _ in range(depth)]
         self._outputs = [PinnedBuffer(max(max_tokens * geometry.output_stride * 2, 2)) for _ in range(depth)]
         self._done = [Event(f"done {place}") for place in range(depth)]
-        row_bytes = geometry.output_stride * 2
-        keeps = kept_tokens > 0 and geometry.output_stride == geometry.hidden_size  # rows as they are asked for
+        self._columns = geometry.output_stride
+        row_bytes = self._columns * 2
+        keeps = kept_tokens > 0 and self._columns == geometry.hidden_size  # rows as they are asked for
         self._kept = LockedBlocks(self.kept_blocks if keeps else 0, max(kept_tokens, 1) * row_bytes)
         self._lost: list[Tensor] = []
         self._detour: Detour | None = None
@@ -99,7 +102,6 @@ class Staging:
         self._read: Tensor | None = None  # and what it reads from the caller's own memory
         self._pads = geometry.hidden_stride != geometry.hidden_size
         self._hidden = torch.zeros(max_tokens, geometry.hidden_stride, dtype=torch.bfloat16)
-        self._no_slots = torch.full((max_tokens,), -1, dtype=torch.int32)
 
     def transfer(self, variant: Variant, arena: Arena, num_tokens: int) -> Transfer:
         """What ``send`` and ``receive`` are told of forwards of ``num_tokens`` by ``variant`` in ``arena``."""
@@ -107,7 +109,7 @@ class Staging:
         if self._fetching is None or planned.in_bytes > FETCHED_BYTES:
             return planned
         sizes = planned.input, planned.hidden.offset, planned.in_bytes
-        fetches = [self._fetching.prepare(block.device_pointer, *sizes) for block in self._inputs]
+        fetches = [self._fetching.prepare(block.device_address, *sizes) for block in self._inputs]
         return replace(planned, fetches=tuple(fetches))
 
     def send(
@@ -127,52 +129,48 @@ class Staging:
         ``depth`` may be under way.
         """
         self._place = self._next_place()
-        fits = self._detour is not None and self._detour.holds(transfer.in_bytes, transfer.out_bytes)
-        self._crossing = self._detour if beside and fits else None
+        self._crossing = self._beside(transfer) if beside else None
         self._written = None
         if direct and transfer.out_bytes <= (DIRECT_BYTES_BESIDE if beside else DIRECT_BYTES_ALONE):
             self._written = self._kept.take(transfer.out_bytes)
-        self._write(batch, head, transfer)
+        block = self._inputs[self._place]
+        block.write(head, 0 if self._written is None else self._written.device, batch, transfer)
         hidden = (self._padded(batch.hidden_states) if self._pads else batch.hidden_states).contiguous()
-        self._lose(self._read)  # of one that was sent and no more
-        reached = self._reached(hidden) if direct else 0
+        if self._read is not None:  # by one that was sent and no more
+            self._lost.append(self._read)
+        reached = self._reached(hidden, transfer.hidden.num_bytes) if direct else 0
         self._read = hidden if reached else None
-        self._bring(transfer, hidden.data_ptr(), reached, stream)
+        if not reached:
+            block.write_hidden(hidden, transfer.hidden)
+        if self._crossing is None and transfer.fetches:
+            transfer.fetches[self._place].launch(reached)
+        else:
+            self._copy(transfer, hidden.data_ptr() if reached else 0, stream)
 
-    def _write(self, batch: LayerBatch, head: bytes, transfer: Transfer) -> None:
-        """All of the input but hidden states, to its block."""
-        source = self._inputs[self._place].pointer
-        output = 0 if self._written is None else self._written.device
-        ctypes.memmove(source, head + FORWARD_ARGS.pack(output, transfer.num_tokens), LAYER_ARGS.itemsize)
-        for name, offset, num_bytes in transfer.pieces:
-            tensor: Tensor | None = getattr(batch, name)
-            sent = self._no_slots if tensor is None else tensor.contiguous()
-            ctypes.memmove(source + offset, sent.data_ptr(), num_bytes)
+    def _beside(self, transfer: Transfer) -> Detour | None:
+        """What a forward goes through that is begun while another computes."""
+        detour = self._detour
+        return detour if detour is not None and detour.holds(transfer.in_bytes, transfer.out_bytes) else None
 
-    def _reached(self, hidden: Tensor) -> int:
-        """The device's address of ``hidden`` where a kernel may read it there, else 0."""
-        locked, num_bytes = self._page_locked, hidden.nbytes
-        if locked is None or self._pads or num_bytes < ASKED_BYTES or len(self._lost) >= MOST_LOST:
+    def _reached(self, hidden: Tensor, num_bytes: int) -> int:
+        """The device's address of ``hidden`` where it may be read there, else 0."""
+        locked = self._page_locked
+        if num_bytes < ASKED_BYTES or locked is None or self._pads or len(self._lost) >= MOST_LOST:
             return 0
         address = hidden.data_ptr()
         return 0 if address % LANE_BYTES else locked.device_address(address, num_bytes)
 
-    def _bring(self, transfer: Transfer, hidden: int, reached: int, stream: Stream) -> None:
-        """The input to the arena; hidden states from ``hidden``, or ``reached`` for the device, unless that is 0."""
-        source, (_, offset, num_bytes) = self._inputs[self._place].pointer, transfer.hidden
-        if not reached:
-            ctypes.memmove(source + offset, hidden, num_bytes)
-        if self._crossing is None and transfer.fetches:
-            transfer.fetches[self._place].launch(reached)
-            return
-        runs: Sequence[Run] = (Run(source, 0, transfer.in_bytes),)
-        if reached:
-            runs = Run(source, 0, offset), Run(hidden, offset, num_bytes)
+    def _copy(self, transfer: Transfer, hidden: int, stream: Stream) -> None:
+        """Bring the input by copies; hidden states are at ``hidden``, or in the block where that is 0."""
+        block, offset = self._inputs[self._place].address, transfer.hidden.offset
+        runs: Sequence[Run] = (Run(block, 0, transfer.in_bytes),)
+        if hidden:
+            runs = Run(block, 0, offset), Run(hidden, offset, transfer.hidden.num_bytes)
         if self._crossing is not None:
             self._crossing.bring(self._place, transfer.input, runs, transfer.in_bytes)
-        else:
-            for run in runs:
-                copy_to_device(transfer.input + run.offset, run.source, run.num_bytes, stream)
+            return
+        for run in runs:
+            copy_to_device(transfer.input + run.offset, run.source, run.num_bytes, stream)
 
     def receive(self, transfer: Transfer, stream: Stream) -> Tensor:
         """Bring back the output, wait for it, and return it, bf16 ``[num_tokens, H]``."""
@@ -186,13 +184,14 @@ class Staging:
         block = written or self._kept.take(num_bytes)
         if block is not None:
             target = block.host
-            finish = partial(self._kept.rows, block, tokens, self.geometry.output_stride)
+            finish = partial(self._kept.rows, block, tokens, self._columns)
         else:
             target = self._outputs[place].pointer
             finish = partial(self._copied, target, tokens)
         done = self._done[place]
-        if (before := self._arrivals[place]) is not None:
-            self._lose(before.reads)
+        before = self._arrivals[place]
+        if before is not None and before.reads is not None:  # it was not waited for to its end
+            self._lost.append(before.reads)
         lost = None if block is None else self._lost
         arrival = self._arrivals[place] = Arrival(done, finish, self._enter, lost=lost, reads=reads)
         if written is None and self._crossing is not None:
@@ -203,18 +202,13 @@ class Staging:
         arrival.state = UNDER_WAY
         return arrival
 
-    def _lose(self, reads: Tensor | None) -> None:
-        """Hold for good what a forward may read that was not waited for to its end."""
-        if reads is not None:
-            self._lost.append(reads)
-
     def _next_place(self) -> int:
         """That of the forward whose output was asked for last, if it was taken, else the next that can be had."""
+        if self._state(self._taken) == TAKEN:
+            return self._taken
         depth = len(self._arrivals)
-        for place in (self._taken, (self._taken + 1) % depth):
-            if self._state(place) == TAKEN:
-                return place
-        return min(range(depth), key=self._state)
+        following = (self._taken + 1) % depth
+        return following if self._state(following) == TAKEN else min(range(depth), key=self._state)
 
     def _state(self, place: int) -> int:
         arrival = self._arrivals[place]
@@ -235,8 +229,8 @@ class Staging:
 
     def close(self) -> None:
         """Free the memory."""
-        owned: list[PinnedBuffer | Event | LockedBlocks] = [*self._inputs, *self._outputs, *self._done, self._kept]
-        for one in owned:
+        owned: list[InputBlock | PinnedBuffer | Event | LockedBlocks] = [*self._inputs, *self._outputs, *self._done]
+        for one in (*owned, self._kept):
             one.close()
         if self._detour is not None:
             self._detour.close()

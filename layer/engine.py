@@ -11,6 +11,8 @@ from .adapter import KeptAdapter
 from .errors import RequestError
 from .spec import LayerSpec, ModelSpec
 
+BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LayerBatch:
@@ -64,36 +66,40 @@ class LayerBatch:
     def check(self, spec: LayerSpec, max_loras: int) -> bool:
         """Raise ``RequestError`` (its ``param`` naming the field) unless this fits ``spec``; whether any token has an
         adapter."""
-        tokens = self.num_tokens
-        _expect("hidden_states", self.hidden_states, torch.bfloat16, (tokens, spec.hidden_size))
-        if (self.topk_ids is None) != (self.topk_weights is None):
-            missing = "topk_ids" if self.topk_ids is None else "topk_weights"
+        hidden, topk_ids, topk_weights = self.hidden_states, self.topk_ids, self.topk_weights
+        tokens = hidden.shape[0]
+        _expect("hidden_states", hidden, BF16, (tokens, spec.hidden_size))
+        if (topk_ids is None) != (topk_weights is None):
+            missing = "topk_ids" if topk_ids is None else "topk_weights"
             raise RequestError("topk_ids and topk_weights come together: one of them is missing", missing)
-        if self.topk_ids is not None and self.router_logits is not None:
+        if topk_ids is not None and self.router_logits is not None:
             raise RequestError("send topk_ids and topk_weights, or router_logits, not both", "router_logits")
-        _expect("topk_ids", self.topk_ids, torch.int32, (tokens, spec.top_k))
-        _expect("topk_weights", self.topk_weights, torch.float32, (tokens, spec.top_k))
-        _expect("router_logits", self.router_logits, torch.float32, (tokens, spec.num_experts))
-        _expect("token_slots", self.token_slots, torch.int32, (tokens,))
-        _expect_range("topk_ids", self.topk_ids, spec.num_experts)
-        return _expect_range("token_slots", self.token_slots, max_loras) >= 0
+        if topk_ids is not None and topk_weights is not None:
+            _expect("topk_ids", topk_ids, INT32, (tokens, spec.top_k))
+            _expect("topk_weights", topk_weights, FP32, (tokens, spec.top_k))
+        if self.router_logits is not None:
+            _expect("router_logits", self.router_logits, FP32, (tokens, spec.num_experts))
+        if self.token_slots is not None:
+            _expect("token_slots", self.token_slots, INT32, (tokens,))
+        if topk_ids is not None:
+            _expect_range("topk_ids", topk_ids, spec.num_experts)
+        return self.token_slots is not None and _expect_range("token_slots", self.token_slots, max_loras) >= 0
 
 
-def _expect(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if tensor is None:
-        return
-    if tensor.dtype != dtype or tensor.shape != shape:
+def _expect(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.dtype is not dtype or tensor.shape != shape:
         raise RequestError(
             f"{name} should be {dtype} of shape {list(shape)}, got {tensor.dtype} of shape {list(tensor.shape)}", name
         )
 
 
-def _expect_range(name: str, tensor: Tensor | None, stop: int) -> int:
+def _expect_range(name: str, tensor: Tensor, stop: int) -> int:
     """The largest value, -1 where there is none."""
-    if tensor is None or tensor.numel() == 0:
+    values = tensor.numpy()
+    if not values.size:
         return -1
-    values = tensor.numpy().ravel()
-    low, high = values[values.argmin()], values[values.argmax()]  # half the time that min and max take to begin
+    # half the time that min and max take to begin
+    low, high = values.item(values.argmin()), values.item(values.argmax())
     if low < -1 or high >= stop:
         raise RequestError(f"{name} must lie in -1..{stop - 1}, got {low if low < -1 else high}", name)
     return int(high)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -13,6 +14,10 @@ from ..layer.errors import EngineError
 from .engine_thread import FlightTimes
 from .rows import Output, Rows
 from .work import Part
+
+REMEMBERED = 1024
+REMEMBERED_TOKENS = 256
+"""How many tensors of slots are kept: of parts alone in their batch, of up to so many tokens, all with one adapter."""
 
 
 class Batch:
@@ -70,6 +75,9 @@ class Batch:
 
     def _token_slots(self) -> Tensor:
         """The slot of each token, int32 ``[T]``, -1 for none."""
+        first = self.parts[0]
+        if len(self.parts) == 1 and first.token_versions is None and self.num_tokens <= REMEMBERED_TOKENS:
+            return _one_slot(_slot(first.versions[0]), self.num_tokens)
         slots = np.full(self.num_tokens, -1, np.int32)
         start = 0
         for part in self.parts:
@@ -80,6 +88,12 @@ class Batch:
                 slots[start:stop] = _slot(part.versions[0])
             start = stop
         return torch.from_numpy(slots)
+
+
+@lru_cache(REMEMBERED)
+def _one_slot(slot: int, num_tokens: int) -> Tensor:
+    """The slots of so many tokens that all have one adapter; nobody writes to them."""
+    return torch.full((num_tokens,), slot, dtype=torch.int32)
 
 
 def _slot(version: AdapterVersion) -> int:

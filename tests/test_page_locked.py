@@ -90,7 +90,7 @@ def test_they_are_fetched_from_where_they_are(asking: Opened) -> None:
 def blocks(engine: Opened) -> list["np.ndarray"]:
     """Where each block of pinned memory has hidden states of four tokens that are routed by top-k."""
     own = engine.engine._served[0].staging
-    return [each.array(np.uint8, (4 * ROW,), 1024) for each in own._inputs]
+    return [each._buffer.array(np.uint8, (4 * ROW,), 1024) for each in own._inputs]
 
 
 def unlike(locked: Locked) -> dict[str, Tensor]:
