@@ -5,6 +5,7 @@
 import ctypes
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -123,15 +124,24 @@ class Opened:
         return ctypes.string_at(self.driver.input + transfer.hidden.offset, len(sent)) == sent
 
 
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
+@contextmanager
+def opened_over(monkeypatch: pytest.MonkeyPatch, spec: LayerSpec) -> Iterator[Opened]:
+    """An engine of one layer, which leaves nothing behind."""
     monkeypatch.setattr(engine_module, "Kernels", LoadedKernels)
     fake = Driver()
     fake.install(monkeypatch)
-    engine = GraphEngine(model_of(SPEC), GraphOptions(**OPTIONS))
-    engine.add_layer(0, random_weights(SPEC))
+    engine = GraphEngine(model_of(spec), GraphOptions(**OPTIONS))
+    engine.add_layer(0, random_weights(spec))
     engine.start()
+    locked = set(fake.locked)
     yield Opened(engine, fake)
     engine.close()
     assert fake.allocations == {}
+    assert not locked & set(fake.locked)
     assert fake.events == {}
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
+    with opened_over(monkeypatch, SPEC) as opened:
+        yield opened

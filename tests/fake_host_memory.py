@@ -7,14 +7,15 @@ from typing import Any
 
 from moelet.graphs.driver import driver
 
-HOST = 1
-"""``CU_MEMORYTYPE_HOST``."""
+HOST, DEVICE = 1, 2
+"""``CUmemorytype``."""
 
 
 class FakeHostMemory:
     """The part of a driver that locks memory; ``locked`` has the bytes that are, by the address of the first."""
 
     locked: dict[int, int]
+    allocations: dict[int, Any]
 
     def cuMemAlloc(self, num_bytes: int) -> Any:
         raise NotImplementedError
@@ -46,17 +47,23 @@ class FakeHostMemory:
         """As one of CUDA 13: of memory that nobody locked every attribute is 0."""
         wanted = (ctypes.c_int * count).from_address(attributes)
         places = (ctypes.c_void_p * count).from_address(data)
-        known = any(start <= address < start + size for start, size in self.locked.items())
+        kind, mapped = self.kind_of(address)
         for attribute, place in zip(wanted, places, strict=True):
             match driver.CUpointer_attribute(attribute).name.removeprefix("CU_POINTER_ATTRIBUTE_"):
                 case "MEMORY_TYPE":
-                    ctypes.c_uint.from_address(place).value = HOST if known else 0
+                    ctypes.c_uint.from_address(place).value = kind
                 case "DEVICE_POINTER":
-                    mapped = int(self.cuMemHostGetDevicePointer(address, 0)[1]) if known else 0
                     ctypes.c_uint64.from_address(place).value = mapped
                 case _:
                     return int(driver.CUresult.CUDA_ERROR_INVALID_VALUE)
         return 0
+
+    def kind_of(self, address: int) -> tuple[int, int]:
+        """The type of memory and the device's address of it; 0 where that is not known."""
+        if any(start <= address < start + size for start, size in self.locked.items()):
+            return HOST, int(self.cuMemHostGetDevicePointer(address, 0)[1])
+        on_device = any(start <= address < start + len(each) for start, each in self.allocations.items())
+        return (DEVICE, address) if on_device else (0, 0)
 
 
 def success(*values: Any) -> tuple[Any, ...]:

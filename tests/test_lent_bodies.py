@@ -1,5 +1,7 @@
 """Large bodies of inference requests in memory that the engine lends: in place, none twice at a time, none lost."""
 
+# ruff: noqa: F401, F811 (fixtures are imported, and asked for by name)
+
 import gc
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,10 +15,15 @@ from fake_driver import FakeDriver
 
 pytest.importorskip("cuda.bindings.driver")
 
+from fake_engine import ELSEWHERE, SPEC, Opened, opened
 from fast_requests import BINARY, Pair, asking, infer, paired
+from moelet.graphs import staging
 from moelet.graphs.locked_blocks import LockedBlocks
 from moelet.layer.engine import Forward, LayerBatch
 from moelet.service.v2 import bodies
+from moelet.service.v2.codec import read_inference
+from moelet.service.v2.layout import remembering
+from random_layers import random_batch
 from raw_http import LAST, answered, connected, until_closed
 from running_service import EXPERTS, OpenEngine, RunningService, hidden_states
 from v2_wire import json_request, request
@@ -155,11 +162,29 @@ def test_a_block_that_is_computed_with_is_not_written_to(pair: Pair, lender: Len
     assert len(lender.asked) == 5
 
 
+@pytest.mark.parametrize("name", ["i", "in", "inf", "infe"])
+def test_a_body_that_the_gpu_engine_lent_is_fetched_from_where_it_came(
+    opened: Opened, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "LARGEST_KEPT", 0)
+    monkeypatch.setattr(staging, "ASKED_BYTES", 1)
+    batch = random_batch(SPEC, 4)
+    sent, json_bytes = request({"hidden_states": batch.hidden_states.float()}, id=name, **BINARY)
+    body = bodies.Bodies(len(sent), json_bytes, opened.engine.input_memory).take()
+    body.octets[:] = sent
+    call = read_inference(body.octets, json_bytes, SPEC, remembering(SPEC)).call
+    opened.engine.begin(call.batch).result()
+    [fetched] = opened.driver.fetches
+    assert fetched.rest == ELSEWHERE + np.frombuffer(body.octets[json_bytes:], np.uint8).ctypes.data
+    assert opened.came(call.batch)
+    assert call.batch.hidden_states.equal(batch.hidden_states)
+
+
 def test_memory_is_right_for_any_values_of_it(lender: Lender) -> None:
     made = bodies.Bodies(100, 7, lender.input_memory)
     taken = [made.take() for _ in range(3)]
     for body in taken:
         assert len(body.octets) == 100
-        assert np.frombuffer(body.octets[7:], np.uint8).ctypes.data % bodies.ALIGNMENT == 0
+        assert np.frombuffer(body.octets[7:], np.uint8).ctypes.data % 16 == 0
         body.octets[:] = bytes(100)
     assert not lender.blocks._free, "the third has memory of its own"

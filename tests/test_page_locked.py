@@ -2,6 +2,7 @@
 
 # ruff: noqa: ARG001, F401, F811 (fixtures are imported, and asked for by name)
 
+import ctypes
 import gc
 import weakref
 from dataclasses import replace
@@ -15,10 +16,10 @@ from fake_driver import FakeDriver
 
 pytest.importorskip("cuda.bindings.driver")
 
-from fake_engine import ELSEWHERE, SPEC, Fetched, Opened, opened
+from fake_engine import ELSEWHERE, SPEC, Fetched, Opened, opened, opened_over
 from moelet.graphs import input_memory, staging
 from moelet.graphs.driver import DriverError, driver
-from moelet.graphs.memory import PinnedBuffer
+from moelet.graphs.memory import DeviceBuffer, PinnedBuffer
 from moelet.graphs.page_locked import PageLocked
 from moelet.graphs.pool import Runnable
 from moelet.layer.engine import Forward, LayerBatch
@@ -124,6 +125,22 @@ def test_few_are_not_asked_of(opened: Opened, monkeypatch: pytest.MonkeyPatch) -
         assert opened.calls(hidden_states=locked.holding(batch).hidden_states).count(ASK) == asked
 
 
+def test_rows_that_are_padded_are_not_asked_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "ASKED_BYTES", 1)
+    narrow = replace(SPEC, hidden_size=96)
+    batch = random_batch(narrow, 4)
+    with opened_over(monkeypatch, narrow) as engine:
+        engine.engine.forward(Locked().holding(batch))
+        [fetched] = engine.driver.fetches
+        assert ASK not in engine.driver.calls
+        assert fetched.rest == fetched.first + fetched.first_bytes
+        stride = fetched.rest_bytes // 8
+        sent = ctypes.string_at(engine.driver.input + fetched.first_bytes, fetched.rest_bytes)
+    rows = torch.frombuffer(bytearray(sent), dtype=torch.bfloat16).view(4, stride)
+    assert rows[:, :96].equal(batch.hidden_states)
+    assert not rows[:, 96:].any()
+
+
 def test_many_are_copied_to_the_device_from_where_they_are(asking: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     locked = Locked()
     monkeypatch.setattr(staging, "FETCHED_BYTES", 1)
@@ -189,13 +206,19 @@ def test_memory_is_held_until_the_output_is_there(asking: Opened) -> None:
 
 
 def test_memory_that_was_waited_for_in_vain_is_held_for_good(asking: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, forward = begun(asking)
+    """More of it than there are places for forwards, so that each has another by then."""
+    lost = []
     with monkeypatch.context() as patched:
         patched.setattr(driver, "cuEventSynchronize", fails)
-        with pytest.raises(DriverError):
-            forward.result()
+        for number in range(5):
+            memory, forward = begun(asking, number)
+            lost.append(memory)
+            with pytest.raises(DriverError):
+                forward.result()
     del forward
-    assert all(is_held(memory) for number in range(5) if begun(asking, number)[1].result() is not None)
+    for number in range(5):
+        begun(asking, number)[1].result()
+        assert all(map(is_held, lost))
 
 
 def test_memory_of_what_was_sent_and_no_more_is_held_for_good(asking: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +248,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 def test_all_of_the_bytes_have_to_be_locked(fake: FakeDriver) -> None:
-    pinned, asked = PinnedBuffer(4096), PageLocked()
+    pinned, asked, device = PinnedBuffer(4096), PageLocked(), DeviceBuffer(64)
+    assert asked.device_address(device.pointer, 64) == 0, "it is not the host's"
     assert asked.device_address(pinned.pointer, 4096) == pinned.pointer
     assert asked.device_address(pinned.pointer + 100, 3996) == pinned.pointer + 100
     assert asked.device_address(pinned.pointer + 100, 3997) == 0
