@@ -48,13 +48,18 @@ def wanted(engine: GraphEngine) -> dict[tuple[int, bool], tuple[LayerBatch, Tens
     return found
 
 
+def mapped() -> int:
+    """The flags of memory that every context reaches."""
+    return int(driver.CU_MEMHOSTREGISTER_PORTABLE) | int(driver.CU_MEMHOSTREGISTER_DEVICEMAP)
+
+
 @contextmanager
 def registered() -> Iterator[Tensor]:
     """Memory of numpy's that was locked in place."""
     storage = np.zeros(ELEMENTS + 4096, np.int16)
     start = -storage.ctypes.data % 4096 // 2
     locked = storage[start : start + ELEMENTS + 8]
-    call(driver.cuMemHostRegister, locked.ctypes.data, locked.nbytes, int(driver.CU_MEMHOSTREGISTER_PORTABLE))
+    call(driver.cuMemHostRegister, locked.ctypes.data, locked.nbytes, mapped())
     yield torch.from_numpy(locked).view(torch.bfloat16)
     call(driver.cuMemHostUnregister, locked.ctypes.data)
 
@@ -170,7 +175,7 @@ def test_the_driver_knows_what_is_locked(gpu: Gpu) -> None:  # noqa: ARG001 (ski
     storage = np.zeros(3 << 12, np.uint8)
     page = storage.ctypes.data + -storage.ctypes.data % 4096
     assert asked.device_address(page, 64) == 0
-    call(driver.cuMemHostRegister, page, 4096, int(driver.CU_MEMHOSTREGISTER_PORTABLE))
+    call(driver.cuMemHostRegister, page, 4096, mapped())
     start = int(call(driver.cuMemHostGetDevicePointer, page, 0))
     assert asked.device_address(page, 4096) == start
     assert asked.device_address(page + 4000, 96) == start + 4000
