@@ -1,6 +1,6 @@
 """The one seam between what serves requests and what computes them: the ``Engine`` protocol."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -103,6 +103,10 @@ def _expect_range(name: str, tensor: Tensor, stop: int) -> int:
     if low < -1 or high >= stop:
         raise RequestError(f"{name} must lie in -1..{stop - 1}, got {low if low < -1 else high}", name)
     return int(high)
+
+
+Lend = Callable[[int], memoryview | None]
+"""As ``Engine.input_memory``."""
 
 
 class Forward(Protocol):

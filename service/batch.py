@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from ..layer.adapter_version import AdapterVersion
-from ..layer.engine import LayerBatch
+from ..layer.engine import LayerBatch, Lend
 from ..layer.errors import EngineError
 from .engine_thread import FlightTimes
 from .rows import Output, Rows
 from .work import Part
 
+LENT_BYTES = 32 << 10
+"""The smallest hidden states that take memory of the engine's: fewer it copies in less time."""
 REMEMBERED = 1024
 REMEMBERED_TOKENS = 256
 """How many tensors of slots are kept: of parts alone in their batch, of up to so many tokens, all with one adapter."""
@@ -39,8 +41,9 @@ class Batch:
         self.times = FlightTimes()
         self._landed = landed
 
-    def assemble(self) -> LayerBatch:
-        """All tokens as one batch."""
+    def assemble(self, lend: Lend) -> LayerBatch:
+        """All tokens as one batch. Hidden states of several parts are laid behind each other in memory that ``lend``
+        gives, if they are many and it does."""
         first = self.parts[0].batch
         slots = self._token_slots() if any(part.versions for part in self.parts) else None
         if slots is None and len(self.parts) == 1:
@@ -48,7 +51,7 @@ class Batch:
         batches = [part.batch for part in self.parts]
         return LayerBatch(
             layer=first.layer,
-            hidden_states=_cat([b.hidden_states for b in batches]),
+            hidden_states=_joined([b.hidden_states for b in batches], lend),
             topk_ids=None if first.topk_ids is None else _cat([b.topk_ids for b in batches]),
             topk_weights=None if first.topk_weights is None else _cat([b.topk_weights for b in batches]),
             router_logits=None if first.router_logits is None else _cat([b.router_logits for b in batches]),
@@ -99,6 +102,15 @@ def _one_slot(slot: int, num_tokens: int) -> Tensor:
 def _slot(version: AdapterVersion) -> int:
     assert version.slot is not None, f"version {version.version} of {version.name!r} was not placed"
     return version.slot
+
+
+def _joined(hidden: Sequence[Tensor], lend: Lend) -> Tensor:
+    num_bytes = sum([each.nbytes for each in hidden])
+    memory = lend(num_bytes) if len(hidden) > 1 and num_bytes >= LENT_BYTES else None
+    if memory is None:
+        return _cat(hidden)
+    joined = torch.frombuffer(memory, dtype=torch.bfloat16).view(-1, hidden[0].shape[1])
+    return torch.cat(list(hidden), out=joined)
 
 
 def _cat(tensors: Sequence[Tensor | None]) -> Tensor:

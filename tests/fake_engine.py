@@ -124,6 +124,26 @@ class Opened:
         return ctypes.string_at(self.driver.input + transfer.hidden.offset, len(sent)) == sent
 
 
+class Locked:
+    """Page-locked memory for hidden states, which lives as long as a tensor of it."""
+
+    def __init__(self, num_bytes: int = 64 * 2 * SPEC.hidden_size) -> None:
+        storage = np.zeros(num_bytes + 4096, np.uint8)
+        start = -storage.ctypes.data % 4096
+        self.storage, self.bytes = storage, storage[start : start + num_bytes]
+        self.address = self.bytes.ctypes.data
+        driver.cuMemHostRegister(self.address, num_bytes, 0)
+
+    def holding(self, batch: LayerBatch, offset: int = 0) -> LayerBatch:
+        """``batch`` with hidden states ``offset`` bytes into this memory."""
+        hidden = batch.hidden_states
+        there = torch.from_numpy(self.bytes[offset : offset + hidden.nbytes].view(np.int16)).view(torch.bfloat16)
+        return replace(batch, hidden_states=there.view(hidden.shape).copy_(hidden))
+
+    def forget(self) -> None:
+        driver.cuMemHostUnregister(self.address)
+
+
 @contextmanager
 def opened_over(monkeypatch: pytest.MonkeyPatch, spec: LayerSpec) -> Iterator[Opened]:
     """An engine of one layer, which leaves nothing behind."""

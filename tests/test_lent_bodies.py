@@ -1,10 +1,11 @@
-"""Large bodies of inference requests in memory that the engine lends: in place, none twice at a time, none lost."""
+"""Large bodies and batches in memory that the engine lends: in place, none twice at a time, none lost."""
 
 # ruff: noqa: F401, F811 (fixtures are imported, and asked for by name)
 
 import gc
 from collections.abc import Iterator
 from contextlib import ExitStack
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,9 +21,12 @@ from fast_requests import BINARY, Pair, asking, infer, paired
 from moelet.graphs import staging
 from moelet.graphs.locked_blocks import LockedBlocks
 from moelet.layer.engine import Forward, LayerBatch
+from moelet.service import batch as batch_module
+from moelet.service.batch import Batch
 from moelet.service.v2 import bodies
 from moelet.service.v2.codec import read_inference
 from moelet.service.v2.layout import remembering
+from moelet.service.work import Part
 from random_layers import random_batch
 from raw_http import LAST, answered, connected, until_closed
 from running_service import EXPERTS, OpenEngine, RunningService, hidden_states
@@ -160,6 +164,24 @@ def test_a_block_that_is_computed_with_is_not_written_to(pair: Pair, lender: Len
 
     assert [status for status, *_ in pair.of_both(act)] == [504, 200, *[200, 200] * 3]
     assert len(lender.asked) == 5
+
+
+@pytest.mark.parametrize("lent", [True, False], ids=["lent", "none left"])
+@pytest.mark.parametrize("least", [1, 1 << 20], ids=["many", "few"])
+def test_hidden_states_of_several_are_laid_behind_each_other_in_a_block(
+    lender: Lender, lent: bool, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_module, "LENT_BYTES", least)
+    taken = [] if lent else [lender.input_memory(1) for _ in range(2)]
+    batches = [random_batch(SPEC, tokens, seed=tokens) for tokens in (1, 4, 2)]
+    parts = [Part(Mock(), batch, (), None, None) for batch in batches]
+    assembled = Batch(parts, Mock()).assemble(lender.input_memory)
+    assert assembled.hidden_states.equal(torch.cat([batch.hidden_states for batch in batches]))
+    assert assembled.topk_ids.equal(torch.cat([batch.topk_ids for batch in batches]))
+    in_block = lent and least == 1
+    assert len(lender.blocks._free) == (1 if in_block else 2 - len(taken))
+    alone = Batch(parts[1:2], Mock()).assemble(lender.input_memory)
+    assert alone is batches[1]
 
 
 @pytest.mark.parametrize("name", ["i", "in", "inf", "infe"])

@@ -1,11 +1,12 @@
 """A request's body in one buffer of its own: read as it comes, expanded, and so placed that its tensors are aligned."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
+from ...layer.engine import Lend
 from ..compression import expanded
 from ..known_requests import Body
 
@@ -16,9 +17,6 @@ LONGEST_READ = 512
 READING_BYTES = 4096
 KEPT_BYTES = 1 << 18
 """What was read of one takes about so many bytes beside it, and so many of both are kept for requests of one head."""
-
-Lend = Callable[[int], memoryview | None]
-"""Memory of so many bytes that the engine reads best, the first at a multiple of ``ALIGNMENT``; None: it has none."""
 
 Headers = Mapping[bytes, bytes]
 """The raw headers of a request, names in lower case; of those that came twice the last."""
