@@ -10,8 +10,8 @@ from moelet.graphs.adapters import AdapterSlots, SlotBank
 from moelet.graphs.arena import Arena
 from moelet.graphs.buffers import RoutingInput
 from moelet.graphs.capture import CapturedGraph, capture
-from moelet.graphs.engine import MAX_EAGER_TOKENS, GraphOptions
 from moelet.graphs.geometry import Geometry
+from moelet.graphs.options import MAX_EAGER_TOKENS, GraphOptions
 from moelet.graphs.plan_choice import choose
 from moelet.graphs.pool import EAGER_PLAN, GraphPool, Variant
 from moelet.graphs.program import Plan, Program

@@ -4,18 +4,24 @@
 around each call; beside it stands the time of the graph alone, measured as ``bench layer`` does under the plan that the
 engine chose. The difference is copies, launch and Python. ``begin`` is the part of a call until the forward was begun,
 and ``ahead`` the time for each when every call is begun before the one ahead of it is waited for, as the service does
-under load.
+under load. ``memory`` says where hidden states are: in pageable memory, as a caller has them who does nothing for it,
+or pinned, in page-locked memory, as the service has them of a request alone.
 """
 
 import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from moelet.graphs.engine import GraphEngine, GraphOptions
+import torch
+
+from moelet.graphs.engine import GraphEngine
+from moelet.graphs.memory import PinnedBuffer
+from moelet.graphs.options import GraphOptions
 from moelet.graphs.program import Plan
 from moelet.layer.engine import LayerBatch
 from moelet.layer.spec import LayerSpec, ModelSpec
@@ -30,7 +36,9 @@ from .workload import Workload, on_host, random_batches
 
 TOKENS = (1, 16, 64, 256)
 WARM_UP = 8
-TABLE = Table("T:5 LoRA:13 host:8 p10:8 p90:8 begin:8 graph:8 beside:8 ahead:8 plan:23")
+MEMORIES = ("pageable", "pinned")
+"""Where hidden states are, in the order measured."""
+TABLE = Table("T:5 LoRA:13 memory:10 host:8 p10:8 p90:8 begin:8 graph:8 beside:8 ahead:8 plan:23")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -106,34 +114,51 @@ def plan_of(engine: GraphEngine, workload: Workload) -> Plan:
     return Plan(plan) if workload.lora else Plan.FUSED
 
 
+@contextmanager
+def placed(batches: Sequence[LayerBatch], memory: str) -> Iterator[Sequence[LayerBatch]]:
+    """``batches`` with their hidden states in ``memory``, one of ``MEMORIES``."""
+    if memory == "pageable":
+        yield batches
+        return
+    pinned = [PinnedBuffer(batch.hidden_states.nbytes) for batch in batches]
+    yield [
+        replace(batch, hidden_states=buffer.tensor(torch.bfloat16, tuple(hidden.shape)).copy_(hidden))
+        for batch, buffer, hidden in zip(batches, pinned, [batch.hidden_states for batch in batches], strict=True)
+    ]
+    for buffer in pinned:
+        buffer.close()
+
+
 def measured(
     rig: Rig, engine: GraphEngine, chosen: argparse.Namespace, workload: Workload, sets: Sequence[WeightSet]
-) -> Row:
-    """One row: the engine's calls, and the graph alone."""
+) -> Iterator[Row]:
+    """A row for each of ``MEMORIES``: the engine's calls, and the graph alone."""
     spec, geometry = sets[0].spec, sets[0].layer.geometry
     batches = random_batches(spec, workload, forwards_per_graph(spec, workload.num_tokens), geometry.max_loras)
     layered = [replace(batch, layer=index % len(sets)) for index, batch in enumerate(batches)]
-    times, begins = host_times(engine, layered, chosen.calls)
-    calls = Timing.of(times)
-    ahead = time_ahead(engine, layered, chosen.calls)
     forwards = Forwards(rig, geometry, workload, plan_of(engine, workload), sets, batches)
     replay = partial(forwards.capture().launch, rig.streams.main)
     graph = rig.time(replay, replays=chosen.replays, forwards=forwards.count)
-    row = {
-        "tokens": workload.num_tokens,
-        "plan": forwards.plan.value,
-        "routing": workload.routing.value,
-        "rank": workload.rank,
-        "adapters": workload.adapters,
-        "calls": chosen.calls,
-        **calls.row(),
-        "begin_us": round(Timing.of(begins).median, 2),
-        "graph_us": round(graph.median, 2),
-        "beside_graph_us": round(calls.median - graph.median, 2),
-        "ahead_us": round(ahead, 2),
-    }
+    for memory in MEMORIES:
+        with placed(layered, memory) as there:
+            times, begins = host_times(engine, there, chosen.calls)
+            ahead = time_ahead(engine, there, chosen.calls)
+        calls = Timing.of(times)
+        yield {
+            "tokens": workload.num_tokens,
+            "plan": forwards.plan.value,
+            "routing": workload.routing.value,
+            "rank": workload.rank,
+            "adapters": workload.adapters,
+            "memory": memory,
+            "calls": chosen.calls,
+            **calls.row(),
+            "begin_us": round(Timing.of(begins).median, 2),
+            "graph_us": round(graph.median, 2),
+            "beside_graph_us": round(calls.median - graph.median, 2),
+            "ahead_us": round(ahead, 2),
+        }
     forwards.close()
-    return row
 
 
 def line(row: Row) -> str:
@@ -141,7 +166,7 @@ def line(row: Row) -> str:
     lora = f"r{row['rank']} x{row['adapters']}" if row["rank"] else None
     names = ("us", "p10_us", "p90_us", "begin_us", "graph_us", "beside_graph_us", "ahead_us")
     times = [fixed(row[name]) for name in names]
-    return TABLE.line([row["tokens"], lora, *times, row["plan"]])
+    return TABLE.line([row["tokens"], lora, row["memory"], *times, row["plan"]])
 
 
 def rows(rig: Rig, chosen: argparse.Namespace, spec: LayerSpec) -> Iterator[Row]:
@@ -155,7 +180,7 @@ def rows(rig: Rig, chosen: argparse.Namespace, spec: LayerSpec) -> Iterator[Row]
                 each.install(geometry.max_loras, rank, shared_outer=False)
             install(engine, sets)
         for workload in workloads(chosen, rank, shared_outer=False):
-            yield measured(rig, engine, chosen, workload, sets)
+            yield from measured(rig, engine, chosen, workload, sets)
     engine.close()
     for each in sets:
         each.close()

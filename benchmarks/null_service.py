@@ -46,6 +46,10 @@ class NullEngine:
             name="null", model_type="null", path=Path("null"), num_hidden_layers=1, layers={spec.index: spec}
         )
 
+    def input_memory(self, num_bytes: int) -> memoryview | None:  # noqa: ARG002
+        """None: any memory does."""
+        return None
+
     def begin(self, batch: LayerBatch) -> Forward:
         """Done at once."""
         return Finished(batch.hidden_states)

@@ -135,25 +135,39 @@ def dram_share(row: Row | None) -> str:
 
 
 def host_table(found: Newest, shape: str) -> list[str]:  # noqa: ARG001
-    """Host to host, the graph alone and the difference, over token counts."""
-    tokens = found.tokens
-    lines = header("µs", tokens)
+    """Host to host, the graph alone and the difference, over token counts, from pageable and from pinned memory."""
+    lines = header("µs", found.tokens)
+    for rank, adapters in dict.fromkeys((row["rank"], row["adapters"]) for row in found.rows):
+        rows = [row for row in found.rows if (row["rank"], row["adapters"]) == (rank, adapters)]
+        memories = list(dict.fromkeys(map(memory_of, rows)))
+        for memory in memories:
+            by_tokens = {row["tokens"]: row for row in rows if memory_of(row) == memory}
+            what = described(rank, adapters, None) + (f", {memory}" if len(memories) > 1 else "")
+            lines += host_lines(by_tokens, found.tokens, what)
+    return lines
+
+
+def memory_of(row: Row) -> str:
+    """Where hidden states were, which older results do not say."""
+    return str(row.get("memory", "pageable"))
+
+
+def host_lines(by_tokens: Mapping[int, Row], tokens: Sequence[int], what: str) -> list[str]:
+    """The lines of one kind of forward."""
     names = {
         "us": "host to host",
         "graph_us": "the graph alone",
         "beside_graph_us": "beside it",
         "ahead_us": "each, the next begun ahead",
     }
-    for rank, adapters in dict.fromkeys((row["rank"], row["adapters"]) for row in found.rows):
-        by_tokens = {r["tokens"]: r for r in found.rows if (r["rank"], r["adapters"]) == (rank, adapters)}
-        for field, name in names.items():
-            if not any(field in row for row in by_tokens.values()):
-                continue
+    lines = []
+    for field, name in names.items():
+        if any(field in row for row in by_tokens.values()):
             cells = [f"{by_tokens[t][field]:.1f}" if t in by_tokens else DASH for t in tokens]
-            lines.append(markdown(f"{name}, {described(rank, adapters, None)}", cells))
-        if any("ahead_us" in row for row in by_tokens.values()):
-            cells = [throughput(by_tokens.get(t)) for t in tokens]
-            lines.append(markdown(f"tokens/s so (of the graph's), {described(rank, adapters, None)}", cells))
+            lines.append(markdown(f"{name}, {what}", cells))
+    if any("ahead_us" in row for row in by_tokens.values()):
+        cells = [throughput(by_tokens.get(t)) for t in tokens]
+        lines.append(markdown(f"tokens/s so (of the graph's), {what}", cells))
     return lines
 
 

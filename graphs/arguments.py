@@ -72,6 +72,10 @@ class ArgumentBlock:
         """The bytes of each argument, in the kernel's order."""
         return [argument.size for argument in self.arguments.values()]
 
+    def address_of(self, name: str) -> ctypes.c_uint64:
+        """Where the argument ``name``, a ``pointer``, lies: what is stored there is what later launches are given."""
+        return ctypes.c_uint64.from_buffer(self._storage, self._offsets[name])
+
     def set(self, name: str, value: int | float) -> None:
         """Replace one value in place. Raises ``EngineError`` for an unknown name or a value that does not fit."""
         if name not in self.arguments:

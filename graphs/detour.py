@@ -1,7 +1,18 @@
 """Device memory beside the arena, through which a forward's input and output cross the bus while another computes."""
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 from .memory import DeviceBuffer, copy_on_device, copy_to_device, copy_to_host
 from .streams import Event, Stream, Streams
+
+
+class Run(NamedTuple):
+    """``num_bytes`` at ``source``, page-locked memory of the host, that belong at ``offset`` of an input."""
+
+    source: int
+    offset: int
+    num_bytes: int
 
 
 class Detour:
@@ -24,11 +35,13 @@ class Detour:
         """Whether a forward of this size can take it."""
         return in_bytes <= self.in_bytes and out_bytes <= self.out_bytes
 
-    def bring(self, place: int, target: int, source: int, num_bytes: int) -> None:
-        """Pinned ``source`` to ``target`` on the device, by the time that the main stream gets there."""
+    def bring(self, place: int, target: int, runs: Iterable[Run], num_bytes: int) -> None:
+        """``num_bytes`` of an input, in ``runs``, to ``target`` on the device, by the time that the main stream gets
+        there."""
         main, inbound = self._streams.main, self._streams.inbound
         block, arrived = self._inputs[place].pointer, self._arrived[place]
-        copy_to_device(block, source, num_bytes, inbound)
+        for run in runs:
+            copy_to_device(block + run.offset, run.source, run.num_bytes, inbound)
         arrived.record(inbound)
         main.wait(arrived)
         copy_on_device(target, block, num_bytes, main)

@@ -167,7 +167,9 @@ class Device:
 
     def make_current(self) -> None:
         """Let the calling thread use the device; a thread calls this once or more often, at little cost."""
-        call(driver.cuCtxSetCurrent, self.context)
+        code = driver.cuCtxSetCurrent(self.context)[0]
+        if code != 0:
+            raise failure(code, "cuCtxSetCurrent")
 
     def synchronize(self) -> None:
         """Wait for all work on the device."""

@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,59 +9,28 @@ from torch import Tensor
 
 from ..layer.adapter import KeptAdapter
 from ..layer.engine import Finished, Forward, LayerBatch
-from ..layer.errors import ConfigurationError, RequestError
+from ..layer.errors import RequestError
 from ..layer.spec import ModelSpec
 from ..layer.weights import LayerWeights
 from .adapters import AdapterSlots, SlotBank
+from .arrival import Arrival
 from .compiler import check_driver
 from .driver import Device, open_device
 from .fetching import Fetching
 from .geometry import Geometry
+from .input_memory import InputMemory
 from .kernels import Kernels, Progress, fetch
 from .limits import check_limits
 from .memory import DeviceBuffer
+from .options import GraphOptions
+from .page_locked import PageLocked
 from .plan_choice import Choice, choose
 from .pool import EAGER_PLAN, GraphPool, arena_memory
-from .program import Plan
 from .residency import ResidentLayer, router_matrix
 from .served import Served, ways
-from .staging import Arrival, Staging, routing_input
+from .staging import Staging, routing_input
 from .streams import Events, Streams
 from .unfinalized import Unfinalized, read_unfinalized
-
-DECODE_SHAPES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Token counts captured by default, up to the decode limit."""
-MAX_EAGER_TOKENS = 8192
-"""Tokens of the largest eager forward; a larger batch runs in parts of this."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphOptions:
-    """How a ``GraphEngine`` is set up.
-
-    ``decode_shapes`` are the captured token counts; what lies above ``max_decode_tokens`` runs eagerly.
-    ``plan`` is that of every captured LoRA shape; None: what ``plan_choice.choose`` says of each.
-    """
-
-    max_loras: int = 8
-    max_lora_rank: int = 64
-    max_decode_tokens: int = 256
-    decode_shapes: Sequence[int] = ()
-    max_eager_tokens: int = MAX_EAGER_TOKENS
-    plan: Plan | None = None
-
-    @property
-    def shapes(self) -> list[int]:
-        """The token counts to capture, ascending, the decode limit always among them. Raises ``ConfigurationError``."""
-        if self.max_decode_tokens < 1 or any(shape < 1 for shape in self.decode_shapes):
-            raise ConfigurationError("the decode limit and every decode shape must be at least 1 token")
-        chosen = {shape for shape in self.decode_shapes or DECODE_SHAPES if shape <= self.max_decode_tokens}
-        return sorted(chosen | {self.max_decode_tokens})
-
-    @property
-    def eager_tokens(self) -> int:
-        """Tokens of the largest shape that is not captured, where its sort fits."""
-        return max(self.max_eager_tokens, self.max_decode_tokens + 1)
 
 
 class GraphEngine:
@@ -92,6 +60,7 @@ class GraphEngine:
         self._served: dict[int, Served] = {}
         self._memory: DeviceBuffer | None = None
         self._bank: SlotBank | None = None
+        self._inputs: InputMemory | None = None
         self._latest: Arrival | None = None
 
     def add_layer(self, index: int, weights: LayerWeights) -> None:
@@ -112,6 +81,7 @@ class GraphEngine:
         self._pools = {geometry: self._pool(geometry, self._memory) for geometry in geometries}
         asked = [specialisation for pool in self._pools.values() for specialisation in pool.kernels_asked()]
         self._kernels.compile([fetch(), *asked], progress)
+        page_locked = PageLocked()
         fetching = Fetching(self._kernels.get(fetch()), self._streams.main, self._device.sm_count)
         for geometry, pool in self._pools.items():
             gc.collect()
@@ -124,11 +94,13 @@ class GraphEngine:
                 enter=self._device.make_current,
                 streams=self._streams,
                 fetching=fetching,
+                page_locked=page_locked,
             )
         found = {each: ways(self._pools[each], self._stagings[each]) for each in geometries}
         for index, layer in self._layers.items():
             pool, staging = self._pools[layer.geometry], self._stagings[layer.geometry]
             self._served[index] = Served(layer.head, pool.most_tokens, staging, found[layer.geometry])
+        self._inputs = InputMemory(geometries, self.batch_tokens)
         self._kernels.seal()
         if self._slots:
             self._bank = SlotBank(self._slots, self._options.max_lora_rank, self._streams.copy)
@@ -171,17 +143,23 @@ class GraphEngine:
         lora = batch.check(spec, self._options.max_loras)
         tokens, served = batch.num_tokens, self._served[batch.layer]
         if 0 < tokens <= served.most_tokens:
-            return self._begin(batch, served, lora)
+            return self._begin(batch, tokens, served, lora)
         if tokens == 0:
             return Finished(batch.hidden_states.new_empty(0, spec.hidden_size))
         parts = [batch.part(start, start + served.most_tokens) for start in range(0, tokens, served.most_tokens)]
         adapted = [part.check(spec, self._options.max_loras) for part in parts]
-        outputs = [self._begin(part, served, lora).result() for part, lora in zip(parts, adapted, strict=True)]
+        outputs = [
+            self._begin(part, part.num_tokens, served, lora).result() for part, lora in zip(parts, adapted, strict=True)
+        ]
         return Finished(torch.cat(outputs))
 
     def forward(self, batch: LayerBatch) -> Tensor:
         """The layer's output, bf16 ``[T, H]``; see ``Engine.forward``."""
         return self.begin(batch).result()
+
+    def input_memory(self, num_bytes: int) -> memoryview | None:
+        """Page-locked memory, of which forwards read hidden states where they are; see ``Engine``."""
+        return self._inputs.take(num_bytes) if self._inputs else None
 
     def forward_unfinalized(self, batch: LayerBatch) -> Unfinalized:
         """The forward before its last step, for callers that combine expert outputs themselves.
@@ -198,8 +176,8 @@ class GraphEngine:
         self._streams.main.synchronize()
         return read_unfinalized(self._layers[batch.layer].geometry, batch, runnable)
 
-    def _begin(self, batch: LayerBatch, served: Served, lora: bool) -> Arrival:
-        runnable, transfer = served.way(batch.num_tokens, routing_input(batch), lora)
+    def _begin(self, batch: LayerBatch, tokens: int, served: Served, lora: bool) -> Arrival:
+        runnable, transfer = served.way(tokens, routing_input(batch), lora)
         staging, main = served.staging, self._streams.main
         beside = self._latest is not None and self._latest.under_way
         staging.send(batch, served.head, transfer, main, beside=beside, direct=True)
@@ -246,7 +224,7 @@ class GraphEngine:
         self._streams.synchronize()
         closing: list[Any] = [*self._pools.values(), *self._stagings.values(), *self._layers.values()]
         closing += [self._bank] if self._bank else self._slots.values()
-        closing += [self._memory] if self._memory else []
+        closing += [owned for owned in (self._memory, self._inputs) if owned]
         for owned in (*closing, self._kernels, self._events, self._streams):
             owned.close()
         self._device.close()

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from ..layer.spec import ModelSpec, ranges
 from .arena import ArenaRow
 from .buffers import LORA_ENTRY, plan_buffers
-from .engine import GraphOptions
 from .geometry import Geometry
 from .limits import check_limits
+from .options import GraphOptions
 from .pool import eager_shapes
 
 

@@ -1,7 +1,7 @@
 """A forward's way onto the GPU and back: a pinned block that a copy or a kernel reads, and one that either fills."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,12 +10,15 @@ from torch import Tensor
 
 from ..layer.engine import LayerBatch
 from .arena import Arena
-from .buffers import FORWARD_ARGS, LAYER_ARGS, InputLayout, RoutingInput
-from .detour import Detour
-from .fetching import Fetching
+from .arrival import TAKEN, UNDER_WAY, Arrival
+from .buffers import InputLayout, RoutingInput
+from .detour import Detour, Run
+from .fetching import LANE_BYTES, Fetching
 from .geometry import Geometry
+from .input_block import InputBlock
+from .locked_blocks import Block, LockedBlocks
 from .memory import PinnedBuffer, copy_to_device, copy_to_host
-from .outputs import Block, OutputBlocks
+from .page_locked import PageLocked
 from .pool import Variant
 from .streams import Event, Stream, Streams
 from .transfer import Transfer, plan_transfer
@@ -33,9 +36,11 @@ and a stream of its own has the output cross the bus.
 """
 FETCHED_BYTES = 512 << 10
 """The largest input of a forward alone that a kernel brings; of more, a copy is the faster."""
-
-TAKEN, LOST, UNDER_WAY = range(3)
-"""How memory that a forward passed through can be had again: at once, sooner than that of another, or not yet."""
+ASKED_BYTES = 32 << 10
+"""The smallest hidden states of which it is asked whether they are page-locked: fewer are copied in less time."""
+MOST_LOST = 16
+"""Memory that may be read or written at any time, because a forward failed, is held for good: past so many no more is
+read from where it is."""
 
 
 def routing_input(batch: LayerBatch) -> RoutingInput:
@@ -45,65 +50,12 @@ def routing_input(batch: LayerBatch) -> RoutingInput:
     return RoutingInput.GATE if batch.router_logits is None else RoutingInput.LOGITS
 
 
-class Arrival:
-    """A forward that was put on a stream: ``result`` waits for its output. ``enter`` lets its thread use the device.
-
-    ``finish`` makes the output, of a copy or, where there is a place for those that are ``lost``, of memory kept for
-    it. One is lost that was waited for in vain: it may be written at any time, and its memory is not used again.
-    ``state`` is ``LOST`` until all of the forward is on the stream, then ``UNDER_WAY`` until ``result`` ends.
-    """
-
-    __slots__ = ("_done", "_enter", "_finish", "_lost", "state")
-
-    def __init__(
-        self,
-        done: Event,
-        finish: Callable[[], Tensor],
-        enter: Callable[[], None] | None,
-        *,
-        lost: list[Tensor] | None,
-    ) -> None:
-        self._done = done
-        self._finish = finish
-        self._enter = enter
-        self._lost = lost
-        self.state = LOST
-
-    @property
-    def under_way(self) -> bool:
-        """Whether the output is not there, or not taken, and somebody may wait for it."""
-        return self.state == UNDER_WAY
-
-    def result(self) -> Tensor:
-        """The output, bf16 ``[num_tokens, H]`` on the host; call once, from any thread."""
-        ended = LOST
-        try:
-            output = self._waited_for()
-            ended = TAKEN
-        finally:
-            self.state = ended
-        return output
-
-    def _waited_for(self) -> Tensor:
-        if self._enter is not None:
-            self._enter()
-        if self._lost is None:
-            self._done.synchronize()
-            return self._finish()
-        output = self._finish()  # only the memory is looked at, and the GPU still computes
-        try:
-            self._done.synchronize()
-        except BaseException:
-            self._lost.append(output)
-            raise
-        return output
-
-
 class Staging:
     """Pinned memory for the inputs and outputs of the largest shape of one geometry, ``depth`` forwards at a time.
 
-    Tensors go in and out as runs of bytes: nothing here costs time per token but the copies. Outputs of up to
-    ``kept_tokens`` tokens are not copied out of pinned memory, unless too many are held by who asked for them.
+    Tensors go in and out as runs of bytes: nothing here costs time per token but the copies. Hidden states that are
+    page-locked already, as ``page_locked`` says, are brought from where they are. Outputs of up to ``kept_tokens``
+    tokens are not copied out of pinned memory, unless too many are held by who asked for them.
     A forward goes through the memory of the last one if that was waited for, else through the next: however many
     forwards follow each other, or fail, while one ahead of them is still to be waited for, that one's memory is left
     alone.
@@ -122,17 +74,21 @@ class Staging:
         enter: Callable[[], None] | None = None,
         streams: Streams | None = None,
         fetching: Fetching | None = None,
+        page_locked: PageLocked | None = None,
     ) -> None:
         self.geometry = geometry
         self._enter = enter
         self._fetching = fetching
+        self._page_locked = page_locked
         in_bytes = max(InputLayout(geometry, max_tokens, routing).total_bytes for routing in RoutingInput)
-        self._inputs = [PinnedBuffer(in_bytes) for _ in range(depth)]
+        no_slots = torch.full((max_tokens,), -1, dtype=torch.int32)
+        self._inputs = [InputBlock(in_bytes, no_slots) for _ in range(depth)]
         self._outputs = [PinnedBuffer(max(max_tokens * geometry.output_stride * 2, 2)) for _ in range(depth)]
         self._done = [Event(f"done {place}") for place in range(depth)]
-        row_bytes = geometry.output_stride * 2
-        keeps = kept_tokens > 0 and geometry.output_stride == geometry.hidden_size  # rows as they are asked for
-        self._kept = OutputBlocks(self.kept_blocks if keeps else 0, max(kept_tokens, 1) * row_bytes)
+        self._columns = geometry.output_stride
+        row_bytes = self._columns * 2
+        keeps = kept_tokens > 0 and self._columns == geometry.hidden_size  # rows as they are asked for
+        self._kept = LockedBlocks(self.kept_blocks if keeps else 0, max(kept_tokens, 1) * row_bytes)
         self._lost: list[Tensor] = []
         self._detour: Detour | None = None
         if streams is not None:
@@ -142,18 +98,18 @@ class Staging:
         self._taken = 0  # and of the last whose output was asked for: one that was not leaves nothing behind
         self._arrivals: list[Arrival | None] = [None] * depth  # the last in each place
         self._crossing: Detour | None = None  # what the forward that was sent last goes through
-        self._written: Block | None = None  # what its last kernel writes
+        self._written: Block | None = None  # what its last kernel writes,
+        self._read: Tensor | None = None  # and what it reads from the caller's own memory
         self._pads = geometry.hidden_stride != geometry.hidden_size
         self._hidden = torch.zeros(max_tokens, geometry.hidden_stride, dtype=torch.bfloat16)
-        self._no_slots = torch.full((max_tokens,), -1, dtype=torch.int32)
 
     def transfer(self, variant: Variant, arena: Arena, num_tokens: int) -> Transfer:
         """What ``send`` and ``receive`` are told of forwards of ``num_tokens`` by ``variant`` in ``arena``."""
         planned = plan_transfer(self.geometry, variant, arena, num_tokens)
         if self._fetching is None or planned.in_bytes > FETCHED_BYTES:
             return planned
-        sizes = planned.input, planned.in_bytes
-        fetches = [self._fetching.prepare(block.device_pointer, *sizes) for block in self._inputs]
+        sizes = planned.input, planned.hidden.offset, planned.in_bytes
+        fetches = [self._fetching.prepare(block.device_address, *sizes) for block in self._inputs]
         return replace(planned, fetches=tuple(fetches))
 
     def send(
@@ -169,28 +125,52 @@ class Staging:
         """Write ``batch``, which was checked, behind the layer's ``head``, and have it brought to the GPU.
 
         ``beside``: a forward computes meanwhile. ``direct``: the last kernel may write the output to where it is kept,
-        and ``begin_receive`` follows, once it was launched. Fewer than ``depth`` may be under way.
+        hidden states may be read from where they are, and ``begin_receive`` follows, once all was launched. Fewer than
+        ``depth`` may be under way.
         """
         self._place = self._next_place()
-        fits = self._detour is not None and self._detour.holds(transfer.in_bytes, transfer.out_bytes)
-        self._crossing = self._detour if beside and fits else None
-        direct = direct and transfer.out_bytes <= (DIRECT_BYTES_BESIDE if beside else DIRECT_BYTES_ALONE)
-        self._written = self._kept.take(transfer.out_bytes) if direct else None
-        output = 0 if self._written is None else self._written.device
-        source = self._inputs[self._place].pointer
-        ctypes.memmove(source, head + FORWARD_ARGS.pack(output, transfer.num_tokens), LAYER_ARGS.itemsize)
-        for name, offset, num_bytes in transfer.pieces:
-            tensor: Tensor | None = getattr(batch, name)
-            sent = self._no_slots if tensor is None else tensor.contiguous()
-            ctypes.memmove(source + offset, sent.data_ptr(), num_bytes)
+        self._crossing = self._beside(transfer) if beside else None
+        self._written = None
+        if direct and transfer.out_bytes <= (DIRECT_BYTES_BESIDE if beside else DIRECT_BYTES_ALONE):
+            self._written = self._kept.take(transfer.out_bytes)
+        block = self._inputs[self._place]
+        block.write(head, 0 if self._written is None else self._written.device, batch, transfer)
         hidden = (self._padded(batch.hidden_states) if self._pads else batch.hidden_states).contiguous()
-        ctypes.memmove(source + transfer.hidden.offset, hidden.data_ptr(), transfer.hidden.num_bytes)
-        if self._crossing is not None:
-            self._crossing.bring(self._place, transfer.input, source, transfer.in_bytes)
-        elif transfer.fetches:
-            transfer.fetches[self._place].launch()
+        if self._read is not None:  # by one that was sent and no more
+            self._lost.append(self._read)
+        reached = self._reached(hidden, transfer.hidden.num_bytes) if direct else 0
+        self._read = hidden if reached else None
+        if not reached:
+            block.write_hidden(hidden, transfer.hidden)
+        if self._crossing is None and transfer.fetches:
+            transfer.fetches[self._place].launch(reached)
         else:
-            copy_to_device(transfer.input, source, transfer.in_bytes, stream)
+            self._copy(transfer, hidden.data_ptr() if reached else 0, stream)
+
+    def _beside(self, transfer: Transfer) -> Detour | None:
+        """What a forward goes through that is begun while another computes."""
+        detour = self._detour
+        return detour if detour is not None and detour.holds(transfer.in_bytes, transfer.out_bytes) else None
+
+    def _reached(self, hidden: Tensor, num_bytes: int) -> int:
+        """The device's address of ``hidden`` where it may be read there, else 0."""
+        locked = self._page_locked
+        if num_bytes < ASKED_BYTES or locked is None or self._pads or len(self._lost) >= MOST_LOST:
+            return 0
+        address = hidden.data_ptr()
+        return 0 if address % LANE_BYTES else locked.device_address(address, num_bytes)
+
+    def _copy(self, transfer: Transfer, hidden: int, stream: Stream) -> None:
+        """Bring the input by copies; hidden states are at ``hidden``, or in the block where that is 0."""
+        block, offset = self._inputs[self._place].address, transfer.hidden.offset
+        runs: Sequence[Run] = (Run(block, 0, transfer.in_bytes),)
+        if hidden:
+            runs = Run(block, 0, offset), Run(hidden, offset, transfer.hidden.num_bytes)
+        if self._crossing is not None:
+            self._crossing.bring(self._place, transfer.input, runs, transfer.in_bytes)
+            return
+        for run in runs:
+            copy_to_device(transfer.input + run.offset, run.source, run.num_bytes, stream)
 
     def receive(self, transfer: Transfer, stream: Stream) -> Tensor:
         """Bring back the output, wait for it, and return it, bf16 ``[num_tokens, H]``."""
@@ -200,16 +180,20 @@ class Staging:
         """Start the copy back of the forward that was sent last, unless its last kernel writes to where it is kept."""
         tokens, num_bytes, written = transfer.num_tokens, transfer.out_bytes, self._written
         place = self._taken = self._place
-        self._written = None
+        reads, self._read, self._written = self._read, None, None
         block = written or self._kept.take(num_bytes)
         if block is not None:
             target = block.host
-            finish = partial(self._kept.view, block, tokens, self.geometry.output_stride)
+            finish = partial(self._kept.rows, block, tokens, self._columns)
         else:
             target = self._outputs[place].pointer
             finish = partial(self._copied, target, tokens)
         done = self._done[place]
-        arrival = self._arrivals[place] = Arrival(done, finish, self._enter, lost=None if block is None else self._lost)
+        before = self._arrivals[place]
+        if before is not None and before.reads is not None:  # it was not waited for to its end
+            self._lost.append(before.reads)
+        lost = None if block is None else self._lost
+        arrival = self._arrivals[place] = Arrival(done, finish, self._enter, lost=lost, reads=reads)
         if written is None and self._crossing is not None:
             stream = self._crossing.take(place, target, transfer.output, num_bytes)
         elif written is None:
@@ -220,11 +204,11 @@ class Staging:
 
     def _next_place(self) -> int:
         """That of the forward whose output was asked for last, if it was taken, else the next that can be had."""
+        if self._state(self._taken) == TAKEN:
+            return self._taken
         depth = len(self._arrivals)
-        for place in (self._taken, (self._taken + 1) % depth):
-            if self._state(place) == TAKEN:
-                return place
-        return min(range(depth), key=self._state)
+        following = (self._taken + 1) % depth
+        return following if self._state(following) == TAKEN else min(range(depth), key=self._state)
 
     def _state(self, place: int) -> int:
         arrival = self._arrivals[place]
@@ -245,8 +229,8 @@ class Staging:
 
     def close(self) -> None:
         """Free the memory."""
-        owned: list[PinnedBuffer | Event | OutputBlocks] = [*self._inputs, *self._outputs, *self._done, self._kept]
-        for one in owned:
+        owned: list[InputBlock | PinnedBuffer | Event | LockedBlocks] = [*self._inputs, *self._outputs, *self._done]
+        for one in (*owned, self._kept):
             one.close()
         if self._detour is not None:
             self._detour.close()

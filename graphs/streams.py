@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .driver import call, check, driver
+from .driver import call, check, driver, failure
 from .hazards import Work
 
 
@@ -66,7 +66,9 @@ class Event:
 
     def record(self, stream: Stream) -> None:
         """Mark the point that ``stream`` has been filled up to."""
-        call(driver.cuEventRecord, self.handle, stream.handle)
+        code = driver.cuEventRecord(self.handle, stream.handle)[0]
+        if code != 0:
+            raise failure(code, "cuEventRecord")
 
     def synchronize(self) -> None:
         """Wait on the host for the latest record; not for an event last recorded in a capture."""

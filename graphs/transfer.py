@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from .arena import Arena
 from .buffers import InputLayout
+from .fetching import Fetch
 from .geometry import Geometry
-from .kernel import PreparedLaunch
 from .pool import Variant
 
 
@@ -34,7 +34,7 @@ class Transfer:
     output: int
     in_bytes: int
     out_bytes: int
-    fetches: tuple[PreparedLaunch, ...] = ()
+    fetches: tuple[Fetch, ...] = ()
 
 
 def plan_transfer(geometry: Geometry, variant: Variant, arena: Arena, num_tokens: int) -> Transfer:

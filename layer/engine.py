@@ -1,6 +1,6 @@
 """The one seam between what serves requests and what computes them: the ``Engine`` protocol."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +10,8 @@ from torch import Tensor
 from .adapter import KeptAdapter
 from .errors import RequestError
 from .spec import LayerSpec, ModelSpec
+
+BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -64,39 +66,47 @@ class LayerBatch:
     def check(self, spec: LayerSpec, max_loras: int) -> bool:
         """Raise ``RequestError`` (its ``param`` naming the field) unless this fits ``spec``; whether any token has an
         adapter."""
-        tokens = self.num_tokens
-        _expect("hidden_states", self.hidden_states, torch.bfloat16, (tokens, spec.hidden_size))
-        if (self.topk_ids is None) != (self.topk_weights is None):
-            missing = "topk_ids" if self.topk_ids is None else "topk_weights"
+        hidden, topk_ids, topk_weights = self.hidden_states, self.topk_ids, self.topk_weights
+        tokens = hidden.shape[0]
+        _expect("hidden_states", hidden, BF16, (tokens, spec.hidden_size))
+        if (topk_ids is None) != (topk_weights is None):
+            missing = "topk_ids" if topk_ids is None else "topk_weights"
             raise RequestError("topk_ids and topk_weights come together: one of them is missing", missing)
-        if self.topk_ids is not None and self.router_logits is not None:
+        if topk_ids is not None and self.router_logits is not None:
             raise RequestError("send topk_ids and topk_weights, or router_logits, not both", "router_logits")
-        _expect("topk_ids", self.topk_ids, torch.int32, (tokens, spec.top_k))
-        _expect("topk_weights", self.topk_weights, torch.float32, (tokens, spec.top_k))
-        _expect("router_logits", self.router_logits, torch.float32, (tokens, spec.num_experts))
-        _expect("token_slots", self.token_slots, torch.int32, (tokens,))
-        _expect_range("topk_ids", self.topk_ids, spec.num_experts)
-        return _expect_range("token_slots", self.token_slots, max_loras) >= 0
+        if topk_ids is not None and topk_weights is not None:
+            _expect("topk_ids", topk_ids, INT32, (tokens, spec.top_k))
+            _expect("topk_weights", topk_weights, FP32, (tokens, spec.top_k))
+        if self.router_logits is not None:
+            _expect("router_logits", self.router_logits, FP32, (tokens, spec.num_experts))
+        if self.token_slots is not None:
+            _expect("token_slots", self.token_slots, INT32, (tokens,))
+        if topk_ids is not None:
+            _expect_range("topk_ids", topk_ids, spec.num_experts)
+        return self.token_slots is not None and _expect_range("token_slots", self.token_slots, max_loras) >= 0
 
 
-def _expect(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if tensor is None:
-        return
-    if tensor.dtype != dtype or tensor.shape != shape:
+def _expect(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.dtype is not dtype or tensor.shape != shape:
         raise RequestError(
             f"{name} should be {dtype} of shape {list(shape)}, got {tensor.dtype} of shape {list(tensor.shape)}", name
         )
 
 
-def _expect_range(name: str, tensor: Tensor | None, stop: int) -> int:
+def _expect_range(name: str, tensor: Tensor, stop: int) -> int:
     """The largest value, -1 where there is none."""
-    if tensor is None or tensor.numel() == 0:
+    values = tensor.numpy()
+    if not values.size:
         return -1
-    values = tensor.numpy().ravel()
-    low, high = values[values.argmin()], values[values.argmax()]  # half the time that min and max take to begin
+    # half the time that min and max take to begin
+    low, high = values.item(values.argmin()), values.item(values.argmax())
     if low < -1 or high >= stop:
         raise RequestError(f"{name} must lie in -1..{stop - 1}, got {low if low < -1 else high}", name)
     return int(high)
+
+
+Lend = Callable[[int], memoryview | None]
+"""As ``Engine.input_memory``."""
 
 
 class Forward(Protocol):
@@ -162,10 +172,19 @@ class Engine(Protocol):
     def most_tokens(self) -> int:
         """Tokens that are computed as one; a batch of more is computed in parts."""
 
+    def input_memory(self, num_bytes: int) -> memoryview | None:
+        """Writable memory of ``num_bytes``, the first at a multiple of 64, that hidden states are best read from; it is
+        used again once the last view of it is gone. None: there is none left, or any memory does as well.
+
+        May be called on any thread.
+        """
+
     def begin(self, batch: LayerBatch) -> Forward:
         """Start a forward; forwards compute, and are waited for, in the order begun.
 
-        The batch's tensors may be changed once this returns. Raises as ``forward`` does.
+        The batch's tensors may be changed once this returns, but for hidden states in page-locked memory: a GPU may
+        read those where they are, and gives what it finds there until ``result`` has returned, as with torch's
+        non-blocking copies. They are kept alive until then. Raises as ``forward`` does.
         """
 
     def forward(self, batch: LayerBatch) -> Tensor:

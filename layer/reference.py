@@ -48,6 +48,10 @@ class ReferenceEngine:
         self._weights = weights
         self._slots: list[Adapter | None] = [None] * max_loras
 
+    def input_memory(self, num_bytes: int) -> memoryview | None:  # noqa: ARG002
+        """None: any memory does."""
+        return None
+
     def begin(self, batch: LayerBatch) -> Forward:
         """``forward``, done before this returns."""
         return Finished(self.forward(batch))

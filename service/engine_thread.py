@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from ..layer.adapter import KeptAdapter
-from ..layer.engine import Engine, Finished, Forward, LayerBatch
+from ..layer.engine import Engine, Finished, Forward, LayerBatch, Lend
 from ..layer.errors import EngineFailedError
 from .worker import Worker
 
@@ -37,8 +37,8 @@ class Flight(Protocol):
     times: FlightTimes
     num_tokens: int
 
-    def assemble(self) -> LayerBatch:
-        """What to compute."""
+    def assemble(self, lend: Lend) -> LayerBatch:
+        """What to compute, in memory that ``lend`` gives where that is made anew."""
 
     def finish(self, output: Tensor) -> None:
         """Take the output."""
@@ -88,6 +88,10 @@ class EngineThread:
         """Whether the engine only starts forwards, which are computed elsewhere."""
         return self._engine.begins_at_once
 
+    def input_memory(self, num_bytes: int) -> memoryview | None:
+        """``Engine.input_memory``, on any thread; None once the device has failed."""
+        return None if self.failure else self._engine.input_memory(num_bytes)
+
     def submit(self, work: Callable[[Engine], Result]) -> "Future[Result]":
         """Queue ``work`` behind all that was submitted before it."""
         return self._caller.submit(partial(self._run, work))
@@ -129,7 +133,7 @@ class EngineThread:
         def begun(engine: Engine) -> Forward:
             times = flight.times
             times.started = time.perf_counter()
-            forward = engine.begin(flight.assemble())
+            forward = engine.begin(flight.assemble(engine.input_memory))
             times.begun = time.perf_counter()
             return forward
 

@@ -60,7 +60,8 @@ def open_engine(settings: Settings, device: str, checkpoint: Checkpoint, report:
     if device == "cpu":
         weights = {index: checkpoint.load_layer(index) for index in layers}
         return ReferenceEngine(model, weights, max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank)
-    from ..graphs.engine import GraphEngine, GraphOptions
+    from ..graphs.engine import GraphEngine
+    from ..graphs.options import GraphOptions
     from ..graphs.program import Plan
 
     options = GraphOptions(

@@ -12,7 +12,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from ..graphs.engine import GraphOptions
+from ..graphs.options import GraphOptions
 from ..graphs.planning import MemoryPlan, plan_memory
 from ..layer.adapter_loading import load_adapter
 from ..layer.checkpoint import open_checkpoint

@@ -1,4 +1,4 @@
-"""Batches of copies by a driver of plain Python: what lies at the addresses of an operation is copied at once."""
+"""What a driver of plain Python is called for by address: batches of copies, done at once, and what memory is."""
 
 # ruff: noqa: ARG002 (the signatures are the driver's)
 
@@ -8,14 +8,17 @@ from typing import Any
 from moelet.graphs.driver import driver
 
 BATCH_CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_ulonglong, ctypes.c_size_t)
+POINTER_CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_uint64)
+BY_ADDRESS = {b"cuMemcpy3DBatchAsync": (13000, BATCH_CALL), b"cuPointerGetAttributes": (7000, POINTER_CALL)}
+"""What is asked for by its address: in which version of CUDA, and how it is called."""
 BATCH_OP_BYTES = 112
 """Of ``CUDA_MEMCPY3D_BATCH_OP``."""
 
 
 class FakeBatches:
-    """The part of a driver that copies in batches, unless it has no ``batches``; its calls are ``logged``."""
+    """The part of a driver that copies in batches; its calls are ``logged``, but for those ``without`` which it is."""
 
-    batches = True
+    without: frozenset[bytes] = frozenset()
     kept: tuple[Any, ...] = ()
     """Calls whose addresses were given: those are good while the calls are there."""
 
@@ -23,10 +26,11 @@ class FakeBatches:
         raise NotImplementedError
 
     def cuGetProcAddress(self, symbol, version, flags):
-        assert (symbol, version, flags) == (b"cuMemcpy3DBatchAsync", 13000, 0)
-        if not self.batches:
+        since, kind = BY_ADDRESS[symbol]
+        assert (version, flags) == (since, 0)
+        if symbol in self.without:
             return (driver.CUresult.CUDA_SUCCESS, 0, 1)
-        self.kept += (BATCH_CALL(self.logged("cuMemcpy3DBatchAsync")),)
+        self.kept += (kind(self.logged(symbol.decode())),)
         return (driver.CUresult.CUDA_SUCCESS, ctypes.cast(self.kept[-1], ctypes.c_void_p).value, 0)
 
     def cuMemcpy3DBatchAsync(self, count, operations, flags, stream):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fake_batches import FakeBatches
+from fake_host_memory import FakeHostMemory
 from moelet.graphs.driver import driver
 
 
@@ -18,12 +19,13 @@ class FakeStream:
         self.last: int | None = None
 
 
-class FakeDriver(FakeBatches):
+class FakeDriver(FakeBatches, FakeHostMemory):
     """Install with ``install``; ``launches`` are the packed arguments seen, ``calls`` the names of all calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.allocations: dict[int, Any] = {}
+        self.locked: dict[int, int] = {}
         self.streams: dict[int, FakeStream] = {}
         self.events: dict[int, set[int] | None] = {}
         self.nodes: list[str] = []
@@ -110,20 +112,6 @@ class FakeDriver(FakeBatches):
     def cuMemFree(self, address):
         del self.allocations[int(address)]
         return ok()
-
-    def cuMemHostAlloc(self, num_bytes, flags):
-        _, address = self.cuMemAlloc(num_bytes)
-        return ok(int(address))
-
-    cuMemFreeHost = cuMemFree
-
-    def cuMemHostRegister(self, *_):
-        return ok()
-
-    cuMemHostUnregister = cuMemHostRegister
-
-    def cuMemHostGetDevicePointer(self, address, flags):
-        return ok(driver.CUdeviceptr(address))
 
     def cuMemcpyHtoD(self, target, source, num_bytes):
         ctypes.memmove(int(target), int(source), num_bytes)

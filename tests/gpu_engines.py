@@ -12,10 +12,11 @@ from torch import Tensor
 from moelet.graphs.adapters import AdapterSlots, SlotBank
 from moelet.graphs.buffers import RoutingInput
 from moelet.graphs.driver import open_device
-from moelet.graphs.engine import GraphEngine, GraphOptions
+from moelet.graphs.engine import GraphEngine
 from moelet.graphs.geometry import Geometry
 from moelet.graphs.kernels import Kernels
 from moelet.graphs.memory import DeviceBuffer
+from moelet.graphs.options import GraphOptions
 from moelet.graphs.pool import GraphPool, Runnable, Variant, arena_memory
 from moelet.graphs.program import Plan
 from moelet.graphs.residency import ResidentLayer, router_matrix

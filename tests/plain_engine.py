@@ -78,6 +78,9 @@ class PlainEngine:
         self._gate.set()
         self._install_gate.set()
 
+    def input_memory(self, num_bytes: int) -> memoryview | None:  # noqa: ARG002
+        return None
+
     def begin(self, batch: LayerBatch) -> Forward:
         batch.check(self.model.layer(batch.layer), self.max_loras)
         self.begun.append(batch)

@@ -10,8 +10,9 @@ import torch
 from fake_layer import LayerDriver
 from moelet.graphs import kernels, plan_choice
 from moelet.graphs.compiler import Cubin, Resources, Specialisation
-from moelet.graphs.engine import GraphEngine, GraphOptions
+from moelet.graphs.engine import GraphEngine
 from moelet.graphs.kernels import Progress
+from moelet.graphs.options import GraphOptions
 from moelet.graphs.plan_choice import Measured, layer_key
 from moelet.graphs.program import Plan
 from moelet.layer.spec import LayerSpec

@@ -97,8 +97,10 @@ def test_published_peers_are_those_of_the_day() -> None:
     assert all(peer.us for shape in shapes.SHAPES for peer in published(shape))
 
 
-def result(folder: Path, name: str, date: str, rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
-    head = {"kind": "layer", "date": date, "gpu": "NVIDIA H200", "driver": "580", "sm_clock": "1980 MHz"}
+def result(
+    folder: Path, name: str, date: str, rows: list[dict[str, Any]], others: list[dict[str, Any]], kind: str = "layer"
+) -> None:
+    head = {"kind": kind, "date": date, "gpu": "NVIDIA H200", "driver": "580", "sm_clock": "1980 MHz"}
     told = {"commit": "0123456789abcdef", "command": f"moelet bench layer {name}", "read_bandwidth_tb_s": 4.587}
     report.write(folder / f"{name}.json", head | told | {"rows": rows, "peers": others})
 
@@ -150,6 +152,21 @@ def test_tables_hold_the_newest_right_results(results: Path) -> None:
     assert tables.content("layer-mixtral-8x7b", results) == tables.NO_RESULT
     with pytest.raises(ConfigurationError, match="shape-x"):
         tables.content("shape-x", results)
+
+
+def test_tables_of_the_host_path_tell_where_hidden_states_were(tmp_path: Path) -> None:
+    """Where a result says so: older ones do not, and are tables as they were."""
+    times = {"graph_us": 270.0, "beside_graph_us": 70.0, "ahead_us": 300.0}
+    made = [row(us=340.0, memory="pageable", **times), row(us=320.0, memory="pinned", **times)]
+    old = [{name: value for name, value in made[0].items() if name != "memory"}]
+    for name, rows, firsts in (
+        ("old", old, ["| host to host, base | 340.0 |"]),
+        ("new", made, ["| host to host, base, pageable | 340.0 |", "| host to host, base, pinned | 320.0 |"]),
+    ):
+        result(tmp_path, name, f"2030-01-0{len(firsts)}T00:00:00+00:00", rows, [], kind="host")
+        lines = tables.content("host-qwen3-30b-a3b", tmp_path).splitlines()
+        assert [line for line in lines if line.startswith("| host to host")] == firsts
+        assert sum("(90%)" in line for line in lines) == len(firsts)
 
 
 def test_the_tables_in_the_repository_are_those_of_its_results() -> None:

@@ -230,9 +230,10 @@ def test_kernels_of_two_streams_cannot_be_told_apart(fake: BenchDriver, tmp_path
 def test_host_rows(fake: BenchDriver, tmp_path: Path) -> None:
     code, written = run(tmp_path, "host", "--tokens", "1,4", "--ranks", "0,8", "--adapters", "1", "--calls", "5")
     assert code == 0
-    kinds = [(row["tokens"], row["rank"], row["plan"]) for row in written["rows"]]
+    kinds = [(row["tokens"], row["rank"], row["plan"], row["memory"]) for row in written["rows"]]
     plan = plan_choice.DEFAULT_PLAN.value
-    assert kinds == [(1, 0, "fused"), (4, 0, "fused"), (1, 8, plan), (4, 8, plan)]
+    made = [(1, 0, "fused"), (4, 0, "fused"), (1, 8, plan), (4, 8, plan)]
+    assert kinds == [(*kind, memory) for kind in made for memory in ("pageable", "pinned")]
     for row in written["rows"]:
         assert row["p10_us"] <= row["us"] <= row["p90_us"]
         assert row["ahead_us"] > 0

@@ -15,13 +15,14 @@ from torch import Tensor
 from decode_cases import REAL, SMALL, batch_of, some_adapters
 from gpu_engines import Gpu, GpuLayer, gpu, opened_engine, same_bits
 from moelet.graphs import staging as staging_module
+from moelet.graphs.arrival import Arrival
 from moelet.graphs.buffers import RoutingInput
 from moelet.graphs.engine import GraphEngine
 from moelet.graphs.fetching import Fetching
 from moelet.graphs.kernels import fetch
 from moelet.graphs.pool import Runnable
 from moelet.graphs.program import Plan
-from moelet.graphs.staging import Arrival, Staging
+from moelet.graphs.staging import Staging
 from moelet.graphs.streams import Event
 from moelet.layer.engine import LayerBatch
 from moelet.layer.errors import EngineError

@@ -9,7 +9,7 @@ from fake_driver import FakeDriver
 
 pytest.importorskip("cuda.bindings.driver")
 
-from moelet.graphs.detour import Detour
+from moelet.graphs.detour import Detour, Run
 from moelet.graphs.memory import DeviceBuffer, PinnedBuffer
 from moelet.graphs.streams import Streams
 
@@ -36,7 +36,7 @@ def test_copies_wait_for_each_other_on_their_own_streams(fake: FakeDriver) -> No
     for place, word in enumerate((b"first", b"other")):
         ctypes.memmove(pinned.pointer, word, len(word))
         fake.calls.clear()
-        detour.bring(place, arena.pointer, pinned.pointer, len(word))
+        detour.bring(place, arena.pointer, [Run(pinned.pointer, 0, len(word))], len(word))
         assert fake.calls == ["cuMemcpyHtoDAsync", "cuEventRecord", "cuStreamWaitEvent", "cuMemcpyDtoDAsync"]
         assert text(arena.pointer, len(word)) == word
         fake.calls.clear()

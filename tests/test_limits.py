@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from moelet.graphs.engine import GraphOptions
 from moelet.graphs.geometry import Geometry
 from moelet.graphs.limits import check_limits
+from moelet.graphs.options import GraphOptions
 from moelet.graphs.planning import plan_memory
 from moelet.layer.errors import ConfigurationError
 from moelet.layer.spec import LayerSpec, RoutingMethod, RoutingSpec

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moelet.graphs.engine import GraphOptions
+from moelet.graphs.options import GraphOptions
 from moelet.graphs.planning import MemoryPlan, plan_memory
 from moelet.layer.spec import LayerSpec, ModelSpec, RoutingSpec
 from running_service import EXPERTS, HIDDEN, LAYERS, WIDTH, random_adapter

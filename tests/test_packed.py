@@ -46,7 +46,7 @@ def packer_of(spec: LayerSpec) -> Packer:
 
 def slots_of(spec: LayerSpec, monkeypatch: pytest.MonkeyPatch, *, batches: bool = True) -> AdapterSlots:
     fake = FakeDriver().install(monkeypatch)
-    fake.batches = batches
+    fake.without = frozenset() if batches else frozenset({b"cuMemcpy3DBatchAsync"})
     slots = AdapterSlots(spec, Geometry.of(spec, router_fp32=False, max_loras=SLOTS, max_lora_rank=RANK))
     for buffer in slots._memory.values():
         buffer.write(torch.full((buffer.num_bytes,), 7, dtype=torch.uint8))

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from moelet.graphs.buffers import plan_buffers
-from moelet.graphs.engine import GraphOptions
 from moelet.graphs.geometry import Geometry
+from moelet.graphs.options import GraphOptions
 from moelet.graphs.planning import plan_memory
 from moelet.layer.layout import PackedShape
 from moelet.layer.spec import LayerSpec

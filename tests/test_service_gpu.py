@@ -5,7 +5,8 @@ from collections.abc import Mapping
 import pytest
 
 from contract import ServiceContract
-from moelet.graphs.engine import GraphEngine, GraphOptions
+from moelet.graphs.engine import GraphEngine
+from moelet.graphs.options import GraphOptions
 from moelet.layer.engine import Engine
 from moelet.layer.spec import ModelSpec
 from moelet.layer.weights import LayerWeights

@@ -9,7 +9,8 @@ import torch
 from fake_driver import FakeDriver, ok
 from moelet.graphs.adapters import SlotBank
 from moelet.graphs.buffers import LORA_ENTRY
-from moelet.graphs.engine import GraphEngine, GraphOptions
+from moelet.graphs.engine import GraphEngine
+from moelet.graphs.options import GraphOptions
 from moelet.layer.errors import AdapterRefusedError, RequestError
 from moelet.layer.spec import LayerSpec
 from random_layers import model_of, random_adapter, random_weights

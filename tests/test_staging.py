@@ -19,11 +19,12 @@ pytest.importorskip("cuda.bindings.driver")
 
 from moelet.graphs import staging as staging_module
 from moelet.graphs.arena import Arena, shared_memory
+from moelet.graphs.arrival import Arrival
 from moelet.graphs.buffers import FORWARD_ARGS, LAYER_ARGS, InputLayout, RoutingInput, plan_buffers
 from moelet.graphs.driver import DriverError, driver
 from moelet.graphs.geometry import Geometry
 from moelet.graphs.pool import Variant
-from moelet.graphs.staging import Arrival, Staging
+from moelet.graphs.staging import Staging
 from moelet.graphs.streams import Streams
 from moelet.layer.engine import LayerBatch
 from moelet.layer.spec import LayerSpec

@@ -7,11 +7,11 @@ import pytest
 
 from fake_layer import FakeLayer, parameters
 from moelet.graphs.buffers import RoutingInput
-from moelet.graphs.engine import GraphOptions
 from moelet.graphs.gemm_config import WIDE_PIECE, WIDE_TILES, wide_config
 from moelet.graphs.geometry import WIDE_ABOVE, Geometry
 from moelet.graphs.hazards import EdgeKind, find_hazards
 from moelet.graphs.kernels import EPILOGUE_ACTIVATION, EPILOGUE_DOWN, wide_gemm
+from moelet.graphs.options import GraphOptions
 from moelet.graphs.planning import plan_memory
 from moelet.graphs.pool import Variant, eager_shapes
 from moelet.graphs.program import Plan

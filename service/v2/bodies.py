@@ -6,6 +6,7 @@ import numpy as np
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
+from ...layer.engine import Lend
 from ..compression import expanded
 from ..known_requests import Body
 
@@ -43,21 +44,26 @@ def aligned(length: int, head_bytes: int) -> memoryview:
 
 class Bodies:
     """Memory for bodies of ``length`` bytes, ``head_bytes`` of them before their tensors: that of answered requests
-    first, with what was read of them.
+    first, with what was read of them. Large ones have what ``lend`` gives for so many bytes, if it does.
 
     ``keeps``  whether any is used again; else nothing that was read need stay with one
     """
 
-    def __init__(self, length: int, head_bytes: int) -> None:
+    def __init__(self, length: int, head_bytes: int, lend: Lend | None = None) -> None:
         self._length = length
         self._head_bytes = head_bytes
+        self._lend = lend
         self.keeps = length <= LARGEST_KEPT and head_bytes <= LONGEST_READ
         self._most = KEPT_BYTES // (length + READING_BYTES) if self.keeps else 0
         self._spare: list[Body] = []
 
     def take(self) -> Body:
         """One that nothing else uses."""
-        return self._spare.pop() if self._spare else Body(aligned(self._length, self._head_bytes))
+        if self._spare:
+            return self._spare.pop()
+        lead = -self._head_bytes % ALIGNMENT
+        lent = self._lend(lead + self._length) if self._lend and self._length > LARGEST_KEPT else None
+        return Body(aligned(self._length, self._head_bytes) if lent is None else lent[lead:])
 
     def give_back(self, body: Body) -> None:
         """Nothing will look at ``body`` any more."""

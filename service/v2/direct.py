@@ -103,7 +103,8 @@ class DirectInference:
         self._spec = spec
         self._read_layout = read_layout
         self._json_bytes = read_header_length(head.headers.get(JSON_BYTES))
-        self.bodies = Bodies(self.body_bytes, self._json_bytes or 0)
+        lend = None if self._json_bytes is None else self.service.engine.input_memory
+        self.bodies = Bodies(self.body_bytes, self._json_bytes or 0, lend)
         self._timeout_s = self.service.timeouts.seconds(sent_timeout(head.headers))
         self._sent_id = sent_id(head.listed)
 

@@ -1,4 +1,4 @@
-"""Pinned memory that outputs arrive in, handed out without a copy and taken back once nobody looks at it any more."""
+"""Blocks of page-locked memory, handed out without a copy and taken back once nobody looks at them any more."""
 
 import ctypes
 import weakref
@@ -24,10 +24,11 @@ class Block(NamedTuple):
     device: int
 
 
-class OutputBlocks:
+class LockedBlocks:
     """``count`` blocks of ``num_bytes``, page-locked in place, so that a view of one is safe even after ``close``.
 
-    The device reaches them: copies may end there, and kernels may write there.
+    The device reaches them: copies may begin or end there, and kernels may read and write there. They may be taken on
+    any thread.
     """
 
     def __init__(self, count: int, num_bytes: int) -> None:
@@ -44,11 +45,19 @@ class OutputBlocks:
         except IndexError:
             return None
 
-    def view(self, block: Block, rows: int, columns: int) -> Tensor:
+    def rows(self, block: Block, rows: int, columns: int) -> Tensor:
         """The bf16 ``[rows, columns]`` at the block's start; the block is free again when its last view is gone."""
-        array = np.frombuffer(block.memory, dtype=np.int16, count=rows * columns)
-        weakref.finalize(array, self._free.append, block).atexit = False
+        array = self._array(block, np.int16, rows * columns)
         return torch.from_numpy(array).view(torch.bfloat16).view(rows, columns)
+
+    def octets(self, block: Block, num_bytes: int) -> memoryview:
+        """The first ``num_bytes`` of the block; it is free again when the last view of them is gone."""
+        return self._array(block, np.uint8, num_bytes).data
+
+    def _array(self, block: Block, dtype: Any, count: int) -> "np.ndarray[Any, Any]":
+        array = np.frombuffer(block.memory, dtype=dtype, count=count)
+        weakref.finalize(array, self._free.append, block).atexit = False
+        return array
 
     def close(self) -> None:
         """Unlock the memory; views stay good. A second call does nothing."""

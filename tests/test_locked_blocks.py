@@ -1,4 +1,4 @@
-"""Outputs in pinned memory: handed out without a copy, held as long as anyone looks, then used again."""
+"""Blocks of page-locked memory: handed out without a copy, held as long as anyone looks, then used again."""
 
 import ctypes
 import gc
@@ -11,7 +11,7 @@ from fake_driver import FakeDriver
 
 pytest.importorskip("cuda.bindings.driver")
 
-from moelet.graphs.outputs import OutputBlocks
+from moelet.graphs.locked_blocks import LockedBlocks
 
 
 @pytest.fixture
@@ -19,16 +19,16 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     return FakeDriver().install(monkeypatch)
 
 
-def filled(blocks: OutputBlocks, value: int) -> torch.Tensor:
+def filled(blocks: LockedBlocks, value: int) -> torch.Tensor:
     block = blocks.take(blocks.num_bytes)
     assert block is not None
     ctypes.memset(block.host, value, blocks.num_bytes)
-    return blocks.view(block, 4, 8)
+    return blocks.rows(block, 4, 8)
 
 
 @pytest.mark.usefixtures("fake")
 def test_a_block_is_used_again_only_when_its_last_view_is_gone() -> None:
-    blocks = OutputBlocks(2, 64)
+    blocks = LockedBlocks(2, 64)
     first, second = filled(blocks, 1), filled(blocks, 2)
     assert blocks.take(64) is None
     row = first[2]
@@ -45,14 +45,14 @@ def test_a_block_is_used_again_only_when_its_last_view_is_gone() -> None:
 
 @pytest.mark.usefixtures("fake")
 def test_what_does_not_fit_is_not_taken() -> None:
-    blocks = OutputBlocks(1, 64)
+    blocks = LockedBlocks(1, 64)
     assert blocks.take(65) is None
-    assert OutputBlocks(0, 64).take(1) is None
+    assert LockedBlocks(0, 64).take(1) is None
     blocks.close()
 
 
 def test_blocks_lie_apart_on_pages_that_the_device_reaches(fake: FakeDriver) -> None:
-    blocks = OutputBlocks(3, 6000)
+    blocks = LockedBlocks(3, 6000)
     taken = [blocks.take(6000) for _ in range(3)]
     places = sorted(block.host for block in taken if block is not None)
     assert all(place % 4096 == 0 for place in places)
@@ -62,7 +62,7 @@ def test_blocks_lie_apart_on_pages_that_the_device_reaches(fake: FakeDriver) -> 
 
 
 def test_views_outlive_the_pinning(fake: FakeDriver) -> None:
-    blocks = OutputBlocks(1, 64)
+    blocks = LockedBlocks(1, 64)
     view = filled(blocks, 7)
     blocks.close()
     blocks.close()
