@@ -1,7 +1,7 @@
 // The sort of many slot rows, behind wide_count: as sort.cu, and which token lies at each place.
 //
-// Every block adds up all shares' counts, and those before its own share, which it places row by row, a thread each. An
-// expert's token tiles are about equal.
+// Every block adds up all shares' counts, and those before its own share, which it places row by row, a thread each.
+// `balanced`: an expert's token tiles are about equal.
 #include "common/barrier.cuh"
 #include "common/layer_args.cuh"
 #include "common/sorting.cuh"
@@ -83,12 +83,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     wide_sort(const LayerArgs* layer, const int* topk_ids, const int* token_slots, const uint32_t* counts, int* places,
               int* place_tokens, TokenTile* tiles, int* num_tiles, LoraGroup* groups, int* num_groups, int* tickets,
               int top_k, int num_shared, int local_offset, int num_local, int num_slots, int tile_rows, int max_tokens,
-              int share) {
+              int group_rows, int balanced, int share) {
     extern __shared__ __align__(16) uint8_t shared[];
     const int choices = top_k + num_shared;
     Rows rows;
     carve(rows, shared, num_local + num_shared, num_slots + 1);
-    rows.group_rows = max_tokens * choices;  // all that there are
+    rows.group_rows = group_rows;
     rows.max_rows = max_tokens * choices;
     const int num_keys = rows.num_experts * rows.buckets;
     int* before = rows.prefix + num_keys;
@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     place_experts(rows);
 
     if (blockIdx.x == 0) {
-        write_tiles(rows, tile_rows, true, tiles, num_tiles, [](int, int, int) {});
+        write_tiles(rows, tile_rows, balanced, tiles, num_tiles, [](int, int, int) {});
         if (threadIdx.x < kTickets) tickets[threadIdx.x] = 0;
     }
     if (blockIdx.x == gridDim.x - 1 && num_slots > 0) write_groups(rows, groups, num_groups);

@@ -119,7 +119,7 @@ def plan_buffers(geometry: Geometry, num_tokens: int, *, lora: bool, apart: bool
         BufferSpec("act", (geometry.intermediate_blocks, rows, BLOCK_K), half, 1024),
         BufferSpec("down", (rows, geometry.output_stride), half),
     ]
-    if geometry.wide_tile(num_tokens, lora=lora) is not None:
+    if geometry.counts_keys(num_tokens, lora=lora):
         keys = geometry.keys(slots=geometry.slots(lora=lora))
         buffers.append(BufferSpec("counts", (WIDE_SHARES, -(-keys // 2)), word))
     if lora:

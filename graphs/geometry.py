@@ -36,7 +36,7 @@ SHRINK_BYTES = 4 << 10
 DIRECT_ROWS = 256
 """Slot rows that such an MLP can sort."""
 WIDE_ABOVE = 256
-"""Tokens above which the wide GEMMs are used, where experts have enough of them."""
+"""Tokens above which two kernels sort them, and wide GEMMs are used where experts have enough of them."""
 WIDE_LOAD, WIDE_LORA_LOAD = 32, 96
 """Tokens that an expert should have on average for them, in a base batch and in one with adapters."""
 WIDE_SHARES = 64
@@ -161,10 +161,16 @@ class Geometry:
         table = WIDE_SORT_WARPS * keys if keys <= WIDE_TABLE_KEYS else 0
         return 4 * (32 + 3 * self.experts + 2 * keys) + table
 
+    def counts_keys(self, num_tokens: int, *, lora: bool) -> bool:
+        """Whether the keys of ``num_tokens`` tokens are counted by one kernel and sorted by the next: of many, unless
+        there are too many keys."""
+        needed = self.wide_sort_shared_bytes(slots=self.slots(lora=lora))
+        return num_tokens > WIDE_ABOVE and needed <= MOST_SHARED_BYTES
+
     def sorts(self, num_tokens: int) -> bool:
         """Whether a block's shared memory holds the sort of ``num_tokens`` tokens, with adapters and without."""
         return all(
-            self.wide_tile(num_tokens, lora=slots > 0) is not None
+            self.counts_keys(num_tokens, lora=slots > 0)
             or self.sort_shared_bytes(num_tokens, slots=slots) <= MOST_SHARED_BYTES
             for slots in {0, self.max_loras}
         )
@@ -229,8 +235,7 @@ class Geometry:
         """Tokens a tile of the wide GEMMs of ``num_tokens`` tokens: enough for most experts, so that their weights are
         read once; None where those are not used, or their sort would not fit into shared memory."""
         mean_load = self.mean_load(num_tokens)
-        few = num_tokens <= WIDE_ABOVE or mean_load < (WIDE_LORA_LOAD if lora else WIDE_LOAD)
-        if few or self.wide_sort_shared_bytes(slots=self.slots(lora=lora)) > MOST_SHARED_BYTES:
+        if mean_load < (WIDE_LORA_LOAD if lora else WIDE_LOAD) or not self.counts_keys(num_tokens, lora=lora):
             return None
         return next((tile for tile in WIDE_TILES if tile >= 1.25 * mean_load), WIDE_TILES[-1])
 

@@ -92,10 +92,14 @@ def build_program(
     if launches.wide:
         _wide(build)
         return build.program(Plan.FUSED)
-    build.launch(build.make.sort(build.main))
     fused = plan is Plan.FUSED or not launches.lora
+    counts = fused and launches.counts_keys
+    if counts:
+        _sort_counted(build)
+    else:
+        build.launch(build.make.sort(build.main))
     if not (fused and (launches.direct or launches.mlp)):
-        build.launch(build.make.gather(build.main))
+        build.launch((build.make.wide_gather if counts else build.make.gather)(build.main))
     if fused:
         _fused(build)
     elif plan is Plan.SINGLE_STREAM:
@@ -141,11 +145,15 @@ def _one_by_one(build: _Builder) -> None:
     build.launch(make.down_gemm(main, fused=True))
 
 
+def _sort_counted(build: _Builder) -> None:
+    build.launch(build.make.wide_count(build.main))
+    build.launch(build.make.wide_sort(build.main))
+
+
 def _wide(build: _Builder) -> None:
     """``_fused`` for many tokens: the gather shrinks what it gathers."""
     make, main = build.make, build.main
-    build.launch(make.wide_count(main))
-    build.launch(make.wide_sort(main))
+    _sort_counted(build)
     build.launch(make.wide_gather_shrink(main) if make.lora else make.wide_gather(main))
     build.launch(make.gate_up_gemm(main, fused=True))
     if make.lora:

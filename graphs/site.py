@@ -46,6 +46,11 @@ class Site:
         return wide or token_tile(self.geometry, self.num_tokens)
 
     @property
+    def counts_keys(self) -> bool:
+        """Whether a fused forward sorts in two kernels."""
+        return self.geometry.counts_keys(self.num_tokens, lora=self.lora)
+
+    @property
     def mlp(self) -> bool:
         """Whether a fused forward has both products in one kernel."""
         return not self.apart and self.geometry.mlp(self.num_tokens, lora=self.lora, direct=self.direct)

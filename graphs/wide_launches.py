@@ -1,4 +1,4 @@
-"""The typed launches of the kernels that only many tokens need, around the wide GEMMs."""
+"""The typed launches of kernels that only many tokens need: their sort and gather, and what is around wide GEMMs."""
 
 from . import kernels
 from .arguments import Argument, int32
@@ -19,7 +19,7 @@ WIDE_FINALIZE_BLOCKS = 5
 
 
 class WideLaunches(LoraLaunches):
-    """The part of ``Launches`` that only ``wide`` shapes have."""
+    """The part of ``Launches`` that only many tokens have: sort and gather, and the rest where GEMMs are ``wide``."""
 
     __slots__ = ()
 
@@ -46,7 +46,7 @@ class WideLaunches(LoraLaunches):
         )
 
     def wide_sort(self, stream: Stream) -> PreparedLaunch:
-        """As ``sort``, and the token of each place."""
+        """As ``sort``, from those counts. For ``wide`` GEMMs groups are whole and an expert's tiles are about equal."""
         lora_writes = {"groups", "num_groups"} if self.lora else set()
         return self.kernels.get(kernels.wide_sort(), dynamic=True).prepare(
             grid=(WIDE_SHARES, 1, 1),
@@ -68,6 +68,8 @@ class WideLaunches(LoraLaunches):
                 **self.routing_sizes,
                 "tile_rows": int32(self.tile),
                 "max_tokens": int32(self.num_tokens),
+                "group_rows": int32(self.slot_rows if self.wide else self.geometry.group_rows(self.num_tokens)),
+                "balanced": int32(self.wide),
                 "share": int32(self._share),
             },
             waits=True,

@@ -16,8 +16,8 @@ from moelet.graphs.gemm_config import (
     MLP_TILES,
     TOKEN_TILES,
     GemmConfig,
-    few_config,
     deep_config,
+    few_config,
     gemm_config,
 )
 from moelet.graphs.geometry import DIRECT_ROWS, GROUP_ROWS, MLP_GROUP_ROWS, Geometry, token_tile

@@ -51,6 +51,7 @@ SPECS = {
     "tile 256": spec_of(520, 136, 3, 2),
     "tile 256, one K-block": spec_of(64, 64, 2, 2),
 }
+FEW_EACH = spec_of(136, 72, 40, 2)
 TILES = {"tile 128, odd row tiles": 128, "tile 160": 160, "tile 256": 256, "tile 256, one K-block": 256}
 CASES = [(name, tokens, one) for name in SPECS for tokens, one in ((SHAPE, False), (SHAPE, True), (257, False))]
 
@@ -84,9 +85,27 @@ def test_every_tile_is_tried() -> None:
 @pytest.mark.parametrize("lora", [False, True], ids=["base", "lora"])
 @pytest.mark.parametrize(("name", "tokens", "one"), CASES)
 def test_rows_are_sorted_stably_and_gathered(gpu: Gpu, name: str, tokens: int, one: bool, lora: bool) -> None:
-    layer = layer_of(gpu, name)
-    case = placed_in(layer, tokens, lora=lora, one=one)
-    arena, made, choices = case.runnable.arena, case.made, layer.geometry.choices
+    assert_sorted(placed_in(layer_of(gpu, name), tokens, lora=lora, one=one), lora=lora)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["base", "lora"])
+@pytest.mark.parametrize(("tokens", "one"), [(SHAPE, False), (SHAPE, True), (257, False)])
+def test_rows_are_sorted_alike_where_experts_have_too_few_for_wide_gemms(
+    gpu: Gpu, tokens: int, one: bool, lora: bool
+) -> None:
+    layer = gpu.layer(FEW_EACH, max_tokens=SHAPE, max_loras=len(adapters_of(FEW_EACH)), seed=3, rank=104)
+    if lora:
+        layer.install(adapters_of(FEW_EACH))
+    case = placed(layer, tokens, SHAPE, lora=lora, one=one, plan=Plan.FUSED)
+    assert not case.runnable.wide
+    assert [launch.label for launch in case.runnable.program.launches][:3] == ["count", "sort", "gather"]
+    assert_sorted(case, lora=lora)
+
+
+def assert_sorted(case: Placed, *, lora: bool) -> None:
+    """Places, tiles and groups are those of plain loops, rows lie at their places, and nothing else was written."""
+    layer, arena, made = case.layer, case.runnable.arena, case.made
+    tokens, choices = case.batch.num_tokens, case.layer.geometry.choices
     assert arena.read("places").tolist() == made.places + [-1] * ((SHAPE - tokens) * choices)
     assert arena.read("num_tiles").tolist() == [len(made.tiles)]
     assert arena.read("tiles")[: len(made.tiles)].tolist() == [list(tile) for tile in made.tiles]
