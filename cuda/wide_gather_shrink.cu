@@ -36,6 +36,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         }
         __syncthreads();
         if (!first && num_columns == 0) break;
-        part.run(source, first ? tokens : nullptr, h, num_columns);
+        part.pass(source, first ? tokens : nullptr, h, num_columns);
     }
 }

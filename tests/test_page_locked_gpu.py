@@ -31,7 +31,7 @@ ELEMENTS = MOST * REAL.hidden_size
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[GraphEngine]:
-    with opened_engine(REAL, random_weights(REAL), max_loras=4, max_lora_rank=17, max_eager_tokens=512) as engine:
+    with opened_engine(REAL, random_weights(REAL), max_loras=4, max_lora_rank=32, max_eager_tokens=512) as engine:
         for slot, adapter in enumerate(some_adapters(REAL)):
             if adapter is not None:
                 engine.install_adapter(slot, adapter)

@@ -132,9 +132,11 @@ struct Part {
                 async_copy16(stage + kRowBytes + (threadIdx.x + i * kThreads) * 16, a[i] + block * kColumnBytes, true);
     }
 
-    // The columns from `first` on, as many as there are sums.
+    using Sums = float[kColumns][4];
+
+    // `kCount` columns from `first` on; the others' sums stay as they are.
     template <int kCount>
-    __device__ __forceinline__ void multiply(float (&sums)[kCount][4], int block, int first) const {
+    __device__ __forceinline__ void multiply(Sums& sums, int block, int first) const {
         const uint8_t* stage = stages + block % kStages * kStageBytes;
         const uint8_t* a_stage = stage + kRowBytes + first * kColumnBytes + lane * 16;
 #pragma unroll
@@ -164,11 +166,10 @@ struct Part {
         }
         return max(last - first, 0);
     }
-    template <int kCount>
-    __device__ __forceinline__ void store(const float (&sums)[kCount][4], bf16* h, int first, int num_columns) const {
+    __device__ __forceinline__ void store(const Sums& sums, bf16* h, int first, int end) const {
 #pragma unroll
-        for (int c = 0; c < kCount; ++c) {
-            if (first + c >= num_columns) break;
+        for (int c = 0; c < kColumns; ++c) {
+            if (first + c >= end) break;
             const Column column = columns[first + c];
             bf16* target = h + column_offset(column.index, first_row, rows) + lane % 4 * 2;
 #pragma unroll
@@ -193,29 +194,8 @@ struct Part {
         }
     }
 
-    // All of K once, for `kCount` columns of this warp; other warps may make more or fewer of theirs meanwhile.
-    template <int kCount>
-    __device__ __forceinline__ void pass(Source source, ASource a, uint8_t* copy, bf16* h, int first,
-                                         int num_columns) const {
-        float sums[kCount][4] = {};
-        for (int block = 0; block < kStages - 1; ++block) {
-            if (block < k_blocks) load(source, a, block);
-            async_copies_commit();
-        }
-#pragma unroll 1
-        for (int block = 0; block < k_blocks; ++block) {
-            async_copies_arrived<kStages - 2>();
-            named_barrier_sync(1, kThreads);
-            if (block + kStages - 1 < k_blocks) load(source, a, block + kStages - 1);
-            async_copies_commit();
-            if (copy != nullptr) copy_out(copy, block);
-            multiply(sums, block, first);
-        }
-        store(sums, h, first, num_columns);
-        named_barrier_sync(1, kThreads);
-    }
-    // Makes `num_columns` columns, and where `copy` is given stores the rows there, BlockMajorK.
-    __device__ __forceinline__ void run(Source source, uint8_t* copy, bf16* h, int num_columns) const {
+    // All of K once: makes `num_columns` columns, and where `copy` is given stores the rows there, BlockMajorK.
+    __device__ __forceinline__ void pass(Source source, uint8_t* copy, bf16* h, int num_columns) const {
         const uint8_t* a[kAPerThread];
 #pragma unroll
         for (int i = 0; i < kAPerThread; ++i) {
@@ -225,13 +205,30 @@ struct Part {
             if (a[i] != nullptr) a[i] += chunk % kChunksPerColumn * 16;
         }
         int first;
-        const int count = met_columns(num_columns, first);
-        if (count > 4)
-            pass<8>(source, a, copy, h, 0, num_columns);
-        else if (count > 2)
-            pass<4>(source, a, copy, h, min(first, kColumns - 4), num_columns);
-        else
-            pass<2>(source, a, copy, h, min(first, kColumns - 2), num_columns);
+        const int met = met_columns(num_columns, first);
+        const int width = met > 4 ? 8 : met > 2 ? 4 : 2;
+        first = min(first, kColumns - width);
+        Sums sums = {};
+        for (int block = 0; block < kStages - 1; ++block) {
+            if (block < k_blocks) load(source, a, block);
+            async_copies_commit();
+        }
+#pragma unroll 1
+        for (int block = 0; block < k_blocks; ++block) {
+            async_copies_arrived<kStages - 2>();
+            __syncthreads();
+            if (block + kStages - 1 < k_blocks) load(source, a, block + kStages - 1);
+            async_copies_commit();
+            if (copy != nullptr) copy_out(copy, block);
+            if (width == 8)
+                multiply<8>(sums, block, first);
+            else if (width == 4)
+                multiply<4>(sums, block, first);
+            else
+                multiply<2>(sums, block, first);
+        }
+        store(sums, h, first, min(first + width, num_columns));
+        __syncthreads();
     }
 };
 
