@@ -20,6 +20,11 @@ class Newest:
     peers: Sequence[Row]
 
     @property
+    def day(self) -> str:
+        """When it was measured."""
+        return str(self.report["date"])[:10]
+
+    @property
     def tokens(self) -> list[int]:
         """The token counts measured, ascending."""
         return sorted({row["tokens"] for row in self.rows})
@@ -36,17 +41,18 @@ def newest(
     kind: str, shape: str, routing: str = "uniform", folder: Path = RESULTS, *, ranks: bool = False
 ) -> Newest | None:
     """The newest right rows of ``shape`` under ``routing``: of a report with several LoRA ranks if ``ranks``, else of
-    one with one at most. None where there are none."""
+    one with one at most; of one day's reports the one with the most token counts. None where there are none."""
 
     def of_shape(rows: Sequence[Row]) -> list[Row]:
         fitting = [r for r in rows if (r["shape"], r.get("routing", routing)) == (shape, routing)]
         return [r for r in fitting if not r.get("wrong")]
 
+    found: list[Newest] = []
     for report in reports(folder):
         rows = of_shape(report["rows"]) if report["kind"] == kind else []
         if rows and ranks == (len({row["rank"] for row in rows if row.get("rank")}) > 1):
-            return Newest(report, rows, of_shape(report.get("peers", [])))
-    return None
+            found.append(Newest(report, rows, of_shape(report.get("peers", []))))
+    return max(found, key=lambda one: (one.day, len(one.tokens)), default=None)
 
 
 @dataclass(frozen=True, slots=True)

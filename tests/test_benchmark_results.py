@@ -107,7 +107,8 @@ def result(
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """An old result, a newer one, newer ones still of another routing and of several ranks, one of another program."""
+    """An old result, a newer one, newer ones still of fewer tokens the same day, of another routing and of several
+    ranks, one of another program."""
     lora = {"rank": 16, "adapters": 1, "layout": "per_expert", "of_base": 1.04, "fraction": 0.88}
     slow = lora | {"plan": "two_stream", "us": 300.0}
     wrong = lora | {"tokens": 16, "us": 1.0, "wrong": True}
@@ -116,6 +117,7 @@ def results(tmp_path: Path) -> Path:
     result(tmp_path, "old", "2030-01-01T00:00:00+00:00", [row(us=999.0)], [])
     rows = [row(1, 0.7, us=24.0, floor_us=16.4), row(), row(**lora, us=291.2), row(**slow), row(**wrong)]
     result(tmp_path, "new", "2030-01-02T00:00:00+00:00", rows, [other | timed])
+    result(tmp_path, "fewer", "2030-01-02T01:00:00+00:00", [row(us=888.0)], [])
     result(tmp_path, "zipf", "2030-01-03T00:00:00+00:00", [row(us=111.0, routing="zipf")], [])
     ranks = [row(us=500.0), row(**lora | {"rank": 8}, us=222.0), row(**lora | {"rank": 64}, us=333.0)]
     result(tmp_path, "ranks", "2030-01-04T00:00:00+00:00", ranks, [])
@@ -144,7 +146,7 @@ def test_tables_hold_the_newest_right_results(results: Path) -> None:
         "`moelet bench layer new`",
     ):
         assert line in lines
-    assert not any("300.0" in line or "999.0" in line or "111.0" in line for line in lines)
+    assert not any("300.0" in line or "999.0" in line or "888.0" in line or "111.0" in line for line in lines)
     assert "111.0" in tables.content("layer-qwen3-30b-a3b-zipf", results)
     several = tables.content("layer-qwen3-30b-a3b-ranks", results)
     assert all(us in several for us in ("500.0", "222.0", "333.0"))
