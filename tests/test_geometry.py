@@ -167,7 +167,7 @@ GEMMS = {
 }
 """Projections of whose delta a GEMM brings the parts in, by its epilogue and whether it adds one."""
 RINGS_SLACK = 32
-"""Each of the two rings is rounded up to 16 bytes."""
+"""What rounding each of the rings up to 16 bytes may add to them all."""
 
 
 @pytest.mark.parametrize("tile", TOKEN_TILES)
@@ -237,6 +237,15 @@ def test_where_one_kernel_has_both_products(spec: LayerSpec, tokens: int, one_ke
     assert geometry.mlp(tokens, lora=False, direct=direct) == one_kernel
     assert geometry.mlp(tokens, lora=True, direct=direct) == (tokens <= 256 and token_tile(geometry, tokens) <= 64)
     assert geometry.mlp_config(tokens, lora=False, direct=direct).block_m == block_m
+
+
+@pytest.mark.parametrize(("hidden_size", "stages"), [(2048, 9), (4096, 9), (5120, 6), (7168, 6)])
+def test_rings_of_few_tokens_are_longer_where_hidden_states_leave_room(hidden_size: int, stages: int) -> None:
+    geometry = geometry_of(replace(QWEN, hidden_size=hidden_size))
+    assert geometry.direct(4, lora=False)
+    assert geometry.mlp_config(4, lora=False, direct=True).stages == stages
+    assert geometry.mlp_config(4, lora=True, direct=True).stages == 6
+    assert geometry.mlp_config(4, lora=False, direct=False).stages == 12
 
 
 def assert_carved_up(

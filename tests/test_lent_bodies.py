@@ -182,6 +182,9 @@ def test_hidden_states_of_several_are_laid_behind_each_other_in_a_block(
     assert len(lender.blocks._free) == (1 if in_block else 2 - len(taken))
     alone = Batch(parts[1:2], Mock()).assemble(lender.input_memory)
     assert alone is batches[1]
+    adapted = Batch([Part(Mock(), batches[1], (Mock(slot=3),), None, None)], Mock()).assemble(lender.input_memory)
+    assert adapted.hidden_states is batches[1].hidden_states, "one request's stay where they came"
+    assert adapted.token_slots.tolist() == [3] * 4
 
 
 @pytest.mark.parametrize("name", ["i", "in", "inf", "infe"])

@@ -107,6 +107,23 @@ def test_a_few_tokens_that_hit_few_experts_have_one_kernel(
     assert {hazard.buffer for hazard in find_hazards(replace(found, nodes=hasty))} == {"act"}
 
 
+@pytest.mark.parametrize("lora", [False, True], ids=["base", "lora"])
+def test_the_sort_counts_parts_for_the_expert_mlp_alone(lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would wait for ever for counts that nobody made."""
+    pytest.importorskip("cuda.bindings.driver")
+    behind = {2: "token_mlp", 24: "expert_mlp", 200: "gather"}
+    layer = FakeLayer(monkeypatch, replace(SHARED_SPEC, num_local_experts=2, local_expert_offset=3), list(behind))
+    for tokens, follows in behind.items():
+        runnable = layer.pool.build(Variant(tokens, RoutingInput.TOPK, lora), Plan.FUSED, captured=False)
+        launches = {launch.label: launch for launch in runnable.program.launches}
+        assert list(launches)[list(launches).index("sort") + 1] == follows
+        given, counts = launches["sort"].arguments.arguments["pending"].value, follows == "expert_mlp"
+        assert given == (runnable.arena.pointer("pending") if counts else 0)
+        assert ("pending" in launches["sort"].writes) is counts
+        if counts:
+            assert launches[follows].arguments.arguments["pending"].value == given
+
+
 @pytest.mark.parametrize("plan", [plan for plan in Plan if plan is not Plan.FUSED])
 def test_no_other_plan_of_so_few_has_a_hazard(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their sort has act and h missing too, which their own kernels write then."""

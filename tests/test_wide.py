@@ -1,5 +1,6 @@
 """What many tokens are run by, without a GPU: tiles, shared memory, launches in order, and what they touch."""
 
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from fake_layer import FakeLayer, parameters
 from moelet.graphs.buffers import RoutingInput
 from moelet.graphs.gemm_config import WIDE_PIECE, WIDE_TILES, wide_config
-from moelet.graphs.geometry import WIDE_ABOVE, Geometry
+from moelet.graphs.geometry import GROUP_ROWS, WIDE_ABOVE, Geometry
 from moelet.graphs.hazards import EdgeKind, find_hazards
 from moelet.graphs.kernels import EPILOGUE_ACTIVATION, EPILOGUE_DOWN, wide_gemm
 from moelet.graphs.options import GraphOptions
@@ -38,11 +39,26 @@ LABELS = {
         "finalize",
     ],
 }
+FEW_EACH = replace(SPEC, num_experts=40, num_local_experts=-1)
+"""Of this, experts have too few of so many tokens for wide GEMMs."""
+FEW_EACH_LABELS = {
+    False: LABELS[False],
+    True: [
+        "count",
+        "sort",
+        "gather",
+        "lora_shrink of gate_up",
+        "gate_up_gemm",
+        "lora_shrink of down",
+        "down_gemm",
+        "finalize",
+    ],
+}
 VARIANTS = [Variant(MANY, routing, lora) for routing, lora in product(RoutingInput, (False, True))]
 QWEN3_30B = LayerSpec(index=0, hidden_size=2048, intermediate_size=768, num_experts=128, top_k=8)
 
 
-@pytest.fixture(params=[SPEC, SHARED_SPEC], ids=["plain", "gated shared"])
+@pytest.fixture(params=[SPEC, SHARED_SPEC, FEW_EACH], ids=["plain", "gated shared", "few of each expert"])
 def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeLayer:
     return FakeLayer(monkeypatch, request.param, (8, MANY))
 
@@ -125,13 +141,14 @@ def test_the_sort_asks_for_the_shared_memory_that_it_carves_up(tmp_path: Path) -
 
 
 def test_many_tokens_are_run_by_one_chain_of_programmatic_launches(layer: FakeLayer) -> None:
+    few_each = layer.spec is FEW_EACH
     for variant in VARIANTS:
         runnable = layer.pool.build(variant, Plan.FUSED, captured=True)
-        assert runnable.wide
+        assert runnable.wide is not few_each
         assert runnable.graph is not None
         topology = runnable.graph.topology()
         labels = [node.label for node in topology.nodes]
-        assert labels[labels.index("count") :] == LABELS[variant.lora]
+        assert labels[labels.index("count") :] == (FEW_EACH_LABELS if few_each else LABELS)[variant.lora]
         assert set(labels[: labels.index("count")]) <= {"gate", "route"}
         assert find_hazards(topology) == []
         ordering = ordering_edges(topology)
@@ -140,6 +157,33 @@ def test_many_tokens_are_run_by_one_chain_of_programmatic_launches(layer: FakeLa
         programmatic = [edge for edge in topology.edges if edge.kind is EdgeKind.PROGRAMMATIC]
         chain = list(pairwise(labels[labels.index("count") :]))
         assert [(labels[edge.source], labels[edge.target]) for edge in programmatic] == chain
+
+
+@pytest.mark.parametrize("tokens", [WIDE_ABOVE, WIDE_ABOVE + 1])
+@pytest.mark.parametrize("plan", Plan)
+def test_more_than_so_many_are_sorted_by_two_kernels(plan: Plan, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But where a delta is kept apart: what adds it asks for the slot of each row, which one kernel alone tells."""
+    layer = FakeLayer(monkeypatch, FEW_EACH, (tokens,))
+    for variant in (Variant(tokens, RoutingInput.TOPK, lora) for lora in (False, True)):
+        launches = layer.pool.build(variant, plan, captured=False).program.launches
+        counted = tokens > WIDE_ABOVE and (plan is Plan.FUSED or not variant.lora)
+        kernels = [launch.kernel.name for launch in launches]
+        assert kernels[: 1 + counted] == (["wide_count", "wide_sort"] if counted else ["sort"])
+        assert ("wide_gather" in kernels) is counted
+        assert any("row_slots" in launch.reads for launch in launches) is (variant.lora and plan is not Plan.FUSED)
+
+
+def test_tiles_and_groups_are_cut_for_the_gemms_that_take_them(layer: FakeLayer) -> None:
+    """Wide ones take an expert's tokens in about equal tiles, and an adapter's rows whole."""
+    for variant in VARIANTS:
+        launches = layer.pool.build(variant, Plan.FUSED, captured=False).program.launches
+        told = next(launch.arguments.arguments for launch in launches if launch.label == "sort")
+        rows = MANY * layer.geometry.choices
+        cut = {name: told[name].value for name in ("group_rows", "balanced", "tile_rows")}
+        if layer.spec is FEW_EACH:
+            assert cut == {"group_rows": GROUP_ROWS, "balanced": 0, "tile_rows": 64}
+        else:
+            assert cut == {"group_rows": rows, "balanced": 1, "tile_rows": 256}
 
 
 def test_plans_that_keep_the_delta_apart_have_other_gemms(layer: FakeLayer) -> None:
