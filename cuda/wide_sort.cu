@@ -1,4 +1,5 @@
-// The sort of many slot rows, behind wide_count: as sort.cu, and which token lies at each place.
+// The sort of many slot rows, behind wide_count: as sort.cu, less the adapter slot of each place, which only a delta
+// that is kept apart asks for.
 //
 // Every block adds up all shares' counts, and those before its own share, which it places row by row, a thread each.
 // `balanced`: an expert's token tiles are about equal.

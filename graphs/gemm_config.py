@@ -23,9 +23,11 @@ FEW_TILE = TOKEN_TILES[0]
 """The one for which an expert MLP exists that sorts for itself and holds all hidden states, of as many tokens at most;
 halved row tiles are for it alone."""
 STAGES = {False: {8: 12, 16: 12, 32: 11, 64: 9, 128: 6}, True: {8: 6, 16: 6, 32: 6, 64: 6, 128: 4}}
-"""Stages of a ring, without and with LoRA, by the tokens of a tile: without as many as there is room for, which bridge
-the time until the first tokens come and that in which a tile leaves; with LoRA more gained nothing."""
+"""Stages of a ring, without and with LoRA, by the tokens of a tile. Six keep 96 KiB of weights in flight on every SM.
+Without LoRA there are more where there is room, which bridge the time until the first tokens come and that in which a
+tile leaves; with LoRA more gained nothing."""
 DIRECT_STAGES = 6
+"""The same where hidden states of few tokens lie in shared memory too."""
 WIDE_PIECE = 64
 """Tokens of a down tile that leave it together."""
 WIDE_TILES = (128, 160, 256)
@@ -108,7 +110,7 @@ def wide_config(tile: int) -> GemmConfig:
 
 
 def gemm_config(tile: int, *, lora: bool = False, direct: bool = False) -> GemmConfig:
-    """The configuration for token tiles of ``tile``; six stages keep 96 KiB of weights in flight on every SM."""
+    """The configuration for token tiles of ``tile``."""
     return GemmConfig(128, tile, DIRECT_STAGES if direct else STAGES[lora][tile], direct=direct)
 
 
