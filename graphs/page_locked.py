@@ -39,7 +39,7 @@ class PageLocked:
     def _of(self, address: int) -> int:
         """The device's address of one byte; 0 where that is not page-locked memory of the host."""
         assert self._call is not None
-        self._type.value = 0
+        self._type.value = self._address.value = 0
         if self._call(*self._arguments, address) or self._type.value != self._host:
             return 0
         return self._address.value

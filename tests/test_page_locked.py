@@ -2,6 +2,7 @@
 
 # ruff: noqa: ARG001, F401, F811 (fixtures are imported, and asked for by name)
 
+import ctypes
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from fake_driver import FakeDriver
 pytest.importorskip("cuda.bindings.driver")
 
 from fake_engine import ELSEWHERE, SPEC, Locked, Opened, opened
+from fake_host_memory import HOST
 from moelet.graphs import input_memory, staging
 from moelet.graphs.driver import driver
 from moelet.graphs.memory import DeviceBuffer, PinnedBuffer
@@ -65,6 +67,25 @@ def test_a_driver_that_cannot_say_or_fails_to(fake: FakeDriver, monkeypatch: pyt
         assert PageLocked().device_address(pinned.pointer, 64) == 0
     fake.without = frozenset({ASK.encode()})
     assert PageLocked().device_address(pinned.pointer, 64) == 0
+
+
+def test_an_address_that_is_not_told_is_not_that_of_the_question_before(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver may know that memory is locked and still have no address of it in this context."""
+    reached, unreached = PinnedBuffer(64), PinnedBuffer(64)
+    tell = fake.cuPointerGetAttributes
+
+    def type_alone(count: int, attributes: int, data: int, address: int) -> int:
+        if address == reached.pointer:
+            return tell(count, attributes, data, address)
+        ctypes.c_uint.from_address(ctypes.c_void_p.from_address(data).value or 0).value = HOST
+        return 0
+
+    monkeypatch.setattr(fake, ASK, type_alone)
+    asked = PageLocked()
+    assert asked.device_address(reached.pointer, 1) == reached.pointer
+    assert asked.device_address(unreached.pointer, 1) == 0
 
 
 def test_memory_that_the_engine_lends_is_read_where_it_is(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
