@@ -168,9 +168,14 @@ def read_beside(processes: ExitStack, *ways: AdapterReader, roots: AdapterRoots)
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
     """Let a signal that comes before the loop runs end the process, with exit code 0 and not waiting
-    for the threads that load."""
+    for the threads that load; and a second one at once, whatever the first has still to put away."""
+    stopping = False
 
     def stop(_number: int, _frame: FrameType | None) -> None:
+        nonlocal stopping
+        if stopping:
+            os._exit(0)
+        stopping = True
         raise SystemExit(0)
 
     before = {number: signal.signal(number, stop) for number in SIGNALS}

@@ -175,6 +175,30 @@ def test_a_signal_while_loading_ends_at_once_with_0(tmp_path: Path) -> None:
     assert not uds.exists()
 
 
+SLOW_END = """
+from concurrent.futures import ThreadPoolExecutor
+from moelet.service import server
+class Terminal:
+    def __init__(self, **_):
+        ThreadPoolExecutor(1).submit(time.sleep, 60)  # which Python waits for, unlike the threads that load
+    def show_cursor(self):
+        print("end begins", flush=True)
+        time.sleep(60)
+server.Console = Terminal
+"""
+
+
+def test_a_second_signal_while_loading_ends_at_once_whatever_the_first_still_does(tmp_path: Path) -> None:
+    with process(tmp_path, tmp_path / "log", before=SLOW_LOAD + SLOW_END) as started:
+        assert started.stdout is not None
+        assert started.stdout.readline() == "load begins\n"
+        started.send_signal(signal.SIGTERM)
+        assert started.stdout.readline() == "end begins\n"
+        started.send_signal(signal.SIGINT)
+        assert started.wait(10) == 0
+        assert (tmp_path / "log").read_text() == ""
+
+
 IMPORTS_END_IN = """
 import os, sys
 
