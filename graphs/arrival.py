@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from ..layer.errors import EngineError
 from .streams import Event
 
 TAKEN, LOST, UNDER_WAY = range(3)
@@ -44,7 +45,12 @@ class Arrival:
         return self.state == UNDER_WAY
 
     def result(self) -> Tensor:
-        """The output, bf16 ``[num_tokens, H]`` on the host; call once, from any thread."""
+        """The output, bf16 ``[num_tokens, H]`` on the host; call once, from any thread.
+
+        Raises ``EngineError``, a second call too: its memory may be that of another forward by then.
+        """
+        if self.state != UNDER_WAY:
+            raise EngineError("the output of a forward is asked for once, and this one was asked for before")
         ended = LOST
         try:
             output = self._waited_for()

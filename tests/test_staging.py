@@ -27,6 +27,7 @@ from moelet.graphs.pool import Variant
 from moelet.graphs.staging import Staging
 from moelet.graphs.streams import Streams
 from moelet.layer.engine import LayerBatch
+from moelet.layer.errors import EngineError
 from moelet.layer.spec import LayerSpec
 
 TOKENS = 4
@@ -225,6 +226,20 @@ def test_forwards_that_fail_leave_one_under_way_alone(
     behind = way.begin(9, beside=True, direct=direct)
     assert way.is_that_of(ahead.result(), 1)
     assert way.is_that_of(behind.result(), 9)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["taken", "waited for in vain"])
+def test_an_output_is_taken_once(way: Way, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later its memory may be another's, or be written at any time."""
+    forward = way.begin(1)
+    with monkeypatch.context() as patched, suppress(DriverError):
+        if fails:
+            patched.setattr(driver, "cuEventSynchronize", lambda _: (driver.CUresult.CUDA_ERROR_UNKNOWN,))
+        forward.result()
+    with pytest.raises(EngineError, match="asked for once"):
+        forward.result()
+    outputs = [way.begin(value).result() for value in range(20)]
+    assert all(way.is_that_of(output, value) for value, output in enumerate(outputs))
 
 
 def test_a_block_of_a_forward_that_was_not_launched_is_not_used_again(way: Way) -> None:
