@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from ..layer.errors import ConfigurationError, DeviceUnavailableError, EngineError
@@ -22,6 +23,7 @@ SOURCES = Path(__file__).resolve().parent.parent / "cuda"
 
 OPTIONS = ("--std=c++20", "-default-device", "--no-cache", "--ptxas-options=-v")  # a cached result has no report
 DEFAULT_ARCH = "sm_90a"
+_BEGINNING = Lock()
 
 
 class CompileError(EngineError):
@@ -139,7 +141,8 @@ def compile_all(
 ) -> list[Path]:
     """Compile ahead of time into ``out_dir``, to be named by ``MOELET_CUBIN_DIR``; needs no GPU.
 
-    Raises ``CompileError`` for the first that fails, ``ConfigurationError`` where ``out_dir`` cannot be written.
+    Raises ``CompileError`` for the first that fails, ``ConfigurationError`` where ``out_dir`` cannot be written, and
+    ``DeviceUnavailableError`` where there is no NVRTC.
     """
     jobs = [_Job.read(specialisation, arch, sources) for specialisation in specialisations]
 
@@ -156,17 +159,25 @@ def compile_all(
     return [out_dir / job.file_name for job in jobs]
 
 
-@cache
 def _begin_compiling() -> None:
     """Let NVRTC compile nothing, once for a process: the first time it sets actions of its own on SIGINT and SIGTERM,
-    by which the process would end with a crash, and what it leaves behind lets waits go on after them."""
+    by which the process would end with a crash, and what it leaves behind lets waits go on after them.
 
-    def compile_nothing() -> None:
+    Raises ``DeviceUnavailableError`` where there is no NVRTC.
+    """
+    nvrtc_version()
+    with _BEGINNING:  # a second thread would take what the first one's compile has set for what there was
+        _compile_nothing()
+
+
+@cache
+def _compile_nothing() -> None:
+    def compiling() -> None:
         program = _call(nvrtc.nvrtcCreateProgram, b"", b"nothing.cu", 0, [], [])
         nvrtc.nvrtcCompileProgram(program, 0, [])
         nvrtc.nvrtcDestroyProgram(program)
 
-    keeping_signal_actions(compile_nothing)
+    keeping_signal_actions(compiling)
 
 
 def check_driver(device: Device) -> None:

@@ -2,9 +2,10 @@
 
 import ctypes
 import signal
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ROOM = 1024
@@ -13,16 +14,27 @@ SECONDS_BETWEEN_LOOKS = 1e-4
 
 
 def keeping_signal_actions(work: Callable[[], object]) -> None:
-    """Do ``work``, on a thread of its own, and undo at once whatever it does to those actions."""
+    """Do ``work``, on a thread of its own, and undo at once whatever it does to those actions, until it has ended.
+
+    For one thread at a time. Raises what ``work`` raises, and what a signal's handler does meanwhile.
+    """
     sigaction = ctypes.CDLL(None).sigaction
     actions = {int(number): ctypes.create_string_buffer(_ROOM) for number in _SIGNALS}
     for number, action in actions.items():
         sigaction(number, None, action)
-    thread = threading.Thread(target=work)
-    thread.start()
+    with ThreadPoolExecutor(1) as thread:
+        done = thread.submit(work)
+        try:
+            _keep(sigaction, actions, done)
+        finally:  # a handler may have raised: the work goes on all the same
+            _keep(sigaction, actions, done)
+    done.result()
+
+
+def _keep(sigaction: Callable[..., object], actions: Mapping[int, Any], done: "Future[object]") -> None:
     working = True
     while working:
-        working = thread.is_alive()
+        working = not done.done()
         for number, action in actions.items():
             sigaction(number, action, None)
         time.sleep(SECONDS_BETWEEN_LOOKS)

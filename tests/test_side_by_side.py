@@ -1,18 +1,20 @@
 """Kernels compile side by side: as many at once as there are cores, and all end once one fails or a signal comes."""
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moelet.graphs import compiler, kernels
+from moelet.graphs import ahead, compiler, kernels, signal_actions
 from moelet.graphs.compiler import CompileError, Specialisation, compile_kernel, compile_kernels
 from moelet.graphs.cubins import CubinStore, unpack
 from moelet.graphs.side_by_side import Halt, side_by_side
@@ -179,6 +181,74 @@ def test_signals_do_afterwards_what_they_did(restored: bool, tmp_path: Path) -> 
     )
     before, after = said.stdout.splitlines()
     assert (before == after) is restored, said
+
+
+def test_they_are_kept_until_the_work_has_ended_whatever_a_handler_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    libc, goes_on, ended = ctypes.CDLL(None), threading.Event(), threading.Event()
+
+    def handler() -> int:
+        action = (ctypes.c_size_t * 128)()
+        libc.sigaction(int(signal.SIGTERM), None, action)
+        return action[0]
+
+    def interrupted(seconds: float) -> None:
+        if not goes_on.is_set():
+            goes_on.set()
+            raise KeyboardInterrupt
+        sleep(seconds)
+
+    def work() -> None:
+        goes_on.wait(10)
+        libc.signal(int(signal.SIGTERM), 1)  # it is ignored
+        ended.set()
+
+    before, sleep = handler(), time.sleep
+    monkeypatch.setattr(signal_actions.time, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        signal_actions.keeping_signal_actions(work)
+    assert ended.wait(10)
+    assert handler() == before
+
+
+@pytest.fixture
+def first_of_the_process() -> Iterator[None]:
+    compiler._compile_nothing.cache_clear()
+    yield
+    compiler._compile_nothing.cache_clear()
+
+
+@pytest.mark.usefixtures("first_of_the_process")
+def test_two_threads_that_compile_first_do_not_take_what_the_other_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way: list[int] = []
+
+    def keeping(work: Callable[[], object]) -> None:
+        under_way.append(len(under_way))
+        time.sleep(0.2)
+        work()
+
+    monkeypatch.setattr(compiler, "keeping_signal_actions", keeping)
+    with ThreadPoolExecutor(2) as threads:
+        for begun in [threads.submit(compiler._begin_compiling) for _ in range(2)]:
+            begun.result()
+    assert under_way == [0]
+
+
+@pytest.mark.usefixtures("first_of_the_process")
+def test_where_there_is_no_compiler_one_sentence_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Absent:
+        def __getattr__(self, name: str) -> Any:
+            def called(*_: object) -> None:
+                raise RuntimeError(f"{name} is nowhere")
+
+            return called
+
+    monkeypatch.setattr(compiler, "nvrtc", Absent())
+    assert ahead.main([str(tmp_path / "cubins")]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("the kernels were not compiled: the Python package nvidia-cuda-nvrtc is not installed")
+    assert told.count("\n") == 1
 
 
 def test_two_processes_fill_one_cache_at_once(tmp_path: Path) -> None:
