@@ -91,7 +91,7 @@ def killed(number: int) -> bytes:
 
 
 def _serve(connection: socket.socket, works: Sequence[Work]) -> None:
-    """Read adapters until nobody can ask any more."""
+    """Read adapters until nobody can ask any more, or be told."""
     gc.freeze()
     _prefer_as_victim()
     os.nice(NICENESS)
@@ -102,6 +102,8 @@ def _serve(connection: socket.socket, works: Sequence[Work]) -> None:
         file, letter = _outcome(partial(works[int(work)], *map(os.fsdecode, what)))
         try:
             socket.send_fds(connection, [b"%b %b" % (number, letter)], [file])
+        except ConnectionError:  # the service was ended while it started
+            return
         finally:
             os.close(file)
         trim(0)  # what an adapter took, which may be gigabytes, is the host's again

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import termios
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _NOTHING = bytes(4)
 _ONE_FILE = socket.CMSG_LEN(4)
+PATIENCE_S = 1.0
 
 
 class Answer(NamedTuple):
@@ -196,14 +198,18 @@ class ReadingProcess:
         self.close()
 
     def close(self) -> None:
-        """End the process, if it is there still."""
+        """End the process, if it is there still: it may finish what it reads if that takes no longer than a moment."""
         if not self._gone:
             self._gone = True
             self._unwatch()
             self._unmapping.close()
             self._socket.close()
+            ends = time.monotonic() + PATIENCE_S
             with suppress(ChildProcessError):  # where who started us has the kernel forget our children
-                os.waitpid(self.pid, 0)
+                while os.waitpid(self.pid, os.WNOHANG) == (0, 0):
+                    time.sleep(0.001)
+                    if time.monotonic() > ends:
+                        os.kill(self.pid, signal.SIGKILL)  # with which the reader ends too
 
 
 def _of_folders(way: AdapterReader) -> Callable[[str, str], KeptAdapter]:

@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -225,11 +225,44 @@ def test_closing_ends_every_process(reader: Reader, folder: Path) -> None:
         assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.parametrize("name", ["slow", "endless"])
+def test_closing_waits_a_moment_for_what_is_read(
+    reader: Reader, folder: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As where a start is ended: nobody is told of an error, for there is none."""
+    with log_to_stderr():
+        process = ReadingProcess(reader)
+    child = child_of(process.pid)
+    process._ask(0, os.fsencode(folder / name), os.fsencode(folder))
+    time.sleep(0.1)
+    begun = time.monotonic()
+    process.close()
+    assert time.monotonic() - begun < 20
+    eventually(lambda: has_ended(child))
+    assert not Path(f"/proc/{process.pid}").exists()
+    assert "" == capfd.readouterr().err
+
+
+@contextmanager
+def log_to_stderr() -> Iterator[None]:
+    """What is forked inside of this tells its errors there."""
+    with open(2, "w", closefd=False) as stderr:
+        handler = logging.StreamHandler(stderr)
+        logging.getLogger("moelet").addHandler(handler)
+        yield
+        logging.getLogger("moelet").removeHandler(handler)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether there is no such process, or one that only has to be asked how it ended."""
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 def test_a_reader_ends_with_what_started_it(reading: ReadingProcess) -> None:
     """However suddenly that goes."""
     child = child_of(reading.pid)
     os.kill(reading.pid, signal.SIGKILL)
-    until = time.monotonic() + 10
-    while Path(f"/proc/{child}").exists() and "State:\tZ" not in Path(f"/proc/{child}/status").read_text():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    eventually(lambda: has_ended(child))
