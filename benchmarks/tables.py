@@ -137,19 +137,13 @@ def dram_share(row: Row | None) -> str:
 def host_table(found: Newest, shape: str) -> list[str]:  # noqa: ARG001
     """Host to host, the graph alone and the difference, over token counts, from pageable and from pinned memory."""
     lines = header("µs", found.tokens)
-    for rank, adapters in dict.fromkeys((row["rank"], row["adapters"]) for row in found.rows):
-        rows = [row for row in found.rows if (row["rank"], row["adapters"]) == (rank, adapters)]
-        memories = list(dict.fromkeys(map(memory_of, rows)))
-        for memory in memories:
-            by_tokens = {row["tokens"]: row for row in rows if memory_of(row) == memory}
-            what = described(rank, adapters, None) + (f", {memory}" if len(memories) > 1 else "")
-            lines += host_lines(by_tokens, found.tokens, what)
+    kinds = [(row["rank"], row["adapters"], row.get("memory")) for row in found.rows]
+    for rank, adapters, memory in dict.fromkeys(kinds):
+        alike = (rank, adapters, memory)
+        by_tokens = {row["tokens"]: row for row, kind in zip(found.rows, kinds, strict=True) if kind == alike}
+        what = described(rank, adapters, None) + (f", {memory}" if memory else "")  # older results do not say
+        lines += host_lines(by_tokens, found.tokens, what)
     return lines
-
-
-def memory_of(row: Row) -> str:
-    """Where hidden states were, which older results do not say."""
-    return str(row.get("memory", "pageable"))
 
 
 def host_lines(by_tokens: Mapping[int, Row], tokens: Sequence[int], what: str) -> list[str]:
@@ -184,12 +178,17 @@ def overhead_table(found: Newest, shape: str) -> list[str]:  # noqa: ARG001
     tokens = sorted({t for _, t in rows})
     lines = header("µs over loopback, one client", tokens)
     for server, name in (("echo", "bare echo"), ("service", "the service over a null engine")):
-        lines.append(markdown(name, [f"{rows[server, t]['us']:.0f}" for t in tokens]))
-    lines.append(markdown("– over the echo", [f"{rows['service', t]['of_echo']:.2f}" for t in tokens]))
+        lines.append(markdown(name, [measured(rows.get((server, t)), "us", 0) for t in tokens]))
+    lines.append(markdown("– over the echo", [measured(rows.get(("service", t)), "of_echo", 2) for t in tokens]))
     for many in (row for row in found.rows if row["clients"] > 1):
         name = f"calls/s of {many['clients']} clients, {'bare echo' if many['server'] == 'echo' else 'the service'}"
         lines.append(markdown(name, [str(many["calls_s"]) if t == many["tokens"] else DASH for t in tokens]))
     return lines
+
+
+def measured(row: Row | None, field: str, digits: int) -> str:
+    """A cell: one number of a row, if it was measured before the run was broken off."""
+    return DASH if row is None or row[field] is None else f"{row[field]:.{digits}f}"
 
 
 TABLES: dict[str, Callable[[Newest, str], list[str]]] = {

@@ -160,15 +160,38 @@ def test_tables_of_the_host_path_tell_where_hidden_states_were(tmp_path: Path) -
     """Where a result says so: older ones do not, and are tables as they were."""
     times = {"graph_us": 270.0, "beside_graph_us": 70.0, "ahead_us": 300.0}
     made = [row(us=340.0, memory="pageable", **times), row(us=320.0, memory="pinned", **times)]
+    lora = row(us=330.0, memory="pinned", **times | {"rank": 16, "adapters": 1})  # the run was broken off
     old = [{name: value for name, value in made[0].items() if name != "memory"}]
     for name, rows, firsts in (
         ("old", old, ["| host to host, base | 340.0 |"]),
         ("new", made, ["| host to host, base, pageable | 340.0 |", "| host to host, base, pinned | 320.0 |"]),
+        (
+            "newer",
+            [made[1], made[0], lora],
+            [
+                "| host to host, base, pinned | 320.0 |",
+                "| host to host, base, pageable | 340.0 |",
+                "| host to host, LoRA r16 ×1, pinned | 330.0 |",
+            ],
+        ),
     ):
         result(tmp_path, name, f"2030-01-0{len(firsts)}T00:00:00+00:00", rows, [], kind="host")
         lines = tables.content("host-qwen3-30b-a3b", tmp_path).splitlines()
         assert [line for line in lines if line.startswith("| host to host")] == firsts
         assert sum("(90%)" in line for line in lines) == len(firsts)
+
+
+@pytest.mark.parametrize("there", range(1, 4))
+def test_tables_of_the_overhead_have_what_was_measured_before_a_run_was_broken_off(tmp_path: Path, there: int) -> None:
+    rows = [
+        {"shape": "qwen3-30b-a3b", "tokens": tokens, "clients": 1, "server": server, "us": 100.0, "of_echo": 0.5}
+        for tokens, server in ((1, "echo"), (1, "service"), (64, "echo"))
+    ]
+    result(tmp_path, "part", "2030-01-01T00:00:00+00:00", rows[:there], [], kind="overhead")
+    lines = tables.content("overhead-qwen3-30b-a3b", tmp_path).splitlines()
+    first = "0.50" if there > 1 else "–"
+    assert f"| – over the echo | {first}{' | –' * (there == 3)} |" in lines
+    assert f"| bare echo | 100{' | 100' * (there == 3)} |" in lines
 
 
 def test_the_tables_in_the_repository_are_those_of_its_results() -> None:

@@ -240,7 +240,7 @@ def test_closing_waits_a_moment_for_what_is_read(
     assert time.monotonic() - begun < 20
     eventually(lambda: has_ended(child))
     assert not Path(f"/proc/{process.pid}").exists()
-    assert "" == capfd.readouterr().err
+    assert capfd.readouterr().err == ""
 
 
 @contextmanager
