@@ -1,6 +1,7 @@
 """Blocks of page-locked memory, handed out without a copy and taken back once nobody looks at them any more."""
 
 import ctypes
+import logging
 import weakref
 from collections import deque
 from typing import Any, NamedTuple
@@ -9,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .driver import call, driver
+from .driver import DriverError, call, driver
+
+logger = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 """What blocks are aligned to: rows that kernels write start on whole lines, and no page is locked twice."""
@@ -25,7 +28,8 @@ class Block(NamedTuple):
 
 
 class LockedBlocks:
-    """``count`` blocks of ``num_bytes``, page-locked in place, so that a view of one is safe even after ``close``.
+    """``count`` blocks of ``num_bytes``, page-locked in place, so that a view of one is safe even after ``close``; with
+    one line in the log, as many as the host has room for.
 
     The device reaches them: copies may begin or end there, and kernels may read and write there. They may be taken on
     any thread.
@@ -33,7 +37,13 @@ class LockedBlocks:
 
     def __init__(self, count: int, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._blocks = [_locked(num_bytes) for _ in range(count)]
+        self._blocks: list[Block] = []
+        try:
+            while len(self._blocks) < count:
+                self._blocks.append(_locked(num_bytes))
+        except (DriverError, MemoryError) as error:
+            told = "%d of %d blocks of %d bytes can be page-locked, and what has none is copied: %s"
+            logger.warning(told, len(self._blocks), count, num_bytes, error or "the host has no memory left")
         self._free = deque(self._blocks)
 
     def take(self, num_bytes: int) -> Block | None:
@@ -72,4 +82,8 @@ def _locked(num_bytes: int) -> Block:
     host = ctypes.addressof(memory)
     flags = int(driver.CU_MEMHOSTREGISTER_PORTABLE) | int(driver.CU_MEMHOSTREGISTER_DEVICEMAP)
     call(driver.cuMemHostRegister, host, num_bytes, flags)
-    return Block(memory, host, int(call(driver.cuMemHostGetDevicePointer, host, 0)))
+    try:
+        return Block(memory, host, int(call(driver.cuMemHostGetDevicePointer, host, 0)))
+    except DriverError:
+        call(driver.cuMemHostUnregister, host)
+        raise

@@ -11,6 +11,7 @@ from fake_driver import FakeDriver
 
 pytest.importorskip("cuda.bindings.driver")
 
+from moelet.graphs.driver import driver
 from moelet.graphs.locked_blocks import LockedBlocks
 
 
@@ -49,6 +50,30 @@ def test_what_does_not_fit_is_not_taken() -> None:
     assert blocks.take(65) is None
     assert LockedBlocks(0, 64).take(1) is None
     blocks.close()
+
+
+@pytest.mark.parametrize("name", ["cuMemHostRegister", "cuMemHostGetDevicePointer"])
+@pytest.mark.parametrize("there", [0, 2])
+def test_there_are_as_many_as_can_be_locked(
+    fake: FakeDriver, name: str, there: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They only save a copy: without them a start goes on."""
+    works = getattr(driver, name)
+
+    def refuses(*arguments: object) -> object:
+        if fake.calls.count(name) < there:
+            return works(*arguments)
+        return (driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY,)
+
+    monkeypatch.setattr(driver, name, refuses)
+    refuses.__name__ = name
+    blocks = LockedBlocks(3, 64)
+    taken = [blocks.take(64) for _ in range(3)]
+    assert sum(block is not None for block in taken) == len(fake.locked) == there
+    [line] = caplog.messages
+    assert line.startswith(f"{there} of 3 blocks of 64 bytes can be page-locked, and what has none is copied: {name}")
+    blocks.close()
+    assert not fake.locked
 
 
 def test_blocks_lie_apart_on_pages_that_the_device_reaches(fake: FakeDriver) -> None:
