@@ -37,21 +37,31 @@ _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def fork() -> int:
-    """``os.fork``."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which numpy's library has, and guards
-        return os.fork()
+    """``os.fork``, in which no signal that ends the service is lost, and of whose child none is heard.
+
+    Python calls functions around it and swallows what the handlers of signals raise in them: one of those functions
+    would keep the lock of the log.
+    """
+    heard = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which numpy's library has, and guards
+            pid = os.fork()
+        if pid == 0:
+            for number in _IGNORED:
+                signal.signal(number, signal.SIG_IGN)
+        return pid
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, heard)
 
 
 def be(work: Callable[[], None], parent: int, connection: socket.socket) -> NoReturn:
-    """Be a process that does ``work`` over ``connection``, ends with its parent and hears of no signal for that."""
+    """Be a process that does ``work`` over ``connection``, ends with its parent; it was made by ``fork``."""
     code = 1
     try:
         libc = ctypes.CDLL(None)
         libc.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
         libc.prctl(_SET_NAME, NAME)
-        for number in _IGNORED:
-            signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else it could wait for none of its own
         _close_others(connection.fileno())
         if os.getppid() == parent:

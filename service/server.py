@@ -32,6 +32,8 @@ from .startup import open_service
 
 log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+LONGEST_END_S = 3.0
+"""How long a start that is ended has for putting things away."""
 SWITCH_INTERVAL_S = 5e-4
 """How long a Python thread may keep others waiting: the event loop's, the engine's, and one that reads adapters."""
 
@@ -176,6 +178,8 @@ def exit_on_signal() -> Iterator[None]:
         if stopping:
             os._exit(0)
         stopping = True
+        signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
+        signal.setitimer(signal.ITIMER_REAL, LONGEST_END_S)  # what runs now may swallow the exception
         raise SystemExit(0)
 
     before = {number: signal.signal(number, stop) for number in SIGNALS}

@@ -8,6 +8,8 @@ import os
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +26,7 @@ from moelet.graphs.packed import PackedAdapter
 from moelet.layer.adapter import Adapter
 from moelet.layer.errors import AdapterNotFoundError, AdapterRefusedError
 from moelet.service.reading_process import ReadingProcess
+from served_process import SOURCES
 
 HERE = Path("here")
 
@@ -229,7 +232,6 @@ def test_closing_ends_every_process(reader: Reader, folder: Path) -> None:
 def test_closing_waits_a_moment_for_what_is_read(
     reader: Reader, folder: Path, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As where a start is ended: nobody is told of an error, for there is none."""
     with log_to_stderr():
         process = ReadingProcess(reader)
     child = child_of(process.pid)
@@ -243,6 +245,36 @@ def test_closing_waits_a_moment_for_what_is_read(
     assert capfd.readouterr().err == ""
 
 
+FORKS = """
+import os, signal
+from moelet.service import readers
+def raises(number, frame):
+    raise SystemExit
+signal.signal(signal.SIGTERM, raises)
+{hook}
+def told():
+    return [signal.getsignal(signal.SIGTERM) is raises, *signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+try:
+    if (pid := readers.fork()) == 0:
+        print("child", told(), flush=True)
+        os._exit(0)
+    os.waitpid(pid, 0)
+except SystemExit:
+    os.wait()
+    print("heard")
+print("parent", told())
+"""
+SIGNALLED = "os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM))"
+
+
+@pytest.mark.parametrize("hook", ["", SIGNALLED], ids=["no signal", "a signal"])
+def test_a_signal_while_the_process_is_forked_is_heard_by_the_service_alone(hook: str) -> None:
+    start = [sys.executable, "-c", FORKS.format(hook=hook)]
+    done = subprocess.run(start, env=os.environ | {"PYTHONPATH": SOURCES}, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["child [False]", *(["heard"] if hook else []), "parent [True]"]
+    assert done.stderr == ""
+
+
 @contextmanager
 def log_to_stderr() -> Iterator[None]:
     """What is forked inside of this tells its errors there."""
@@ -254,7 +286,6 @@ def log_to_stderr() -> Iterator[None]:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether there is no such process, or one that only has to be asked how it ended."""
     try:
         return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):

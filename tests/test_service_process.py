@@ -199,6 +199,28 @@ def test_a_second_signal_while_loading_ends_at_once_whatever_the_first_still_doe
         assert (tmp_path / "log").read_text() == ""
 
 
+SWALLOWING = """
+import time
+from moelet.service import startup
+def endless(*_, **__):
+    print("load begins", flush=True)
+    while True:
+        try:
+            time.sleep(60)
+        except SystemExit:
+            pass
+startup.open_checkpoint = endless
+"""
+
+
+def test_a_signal_while_loading_ends_soon_whoever_swallows_it(tmp_path: Path) -> None:
+    with process(tmp_path, tmp_path / "log", before=SWALLOWING) as started:
+        assert started.stdout is not None
+        assert started.stdout.readline() == "load begins\n"
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(15) == 0
+
+
 IMPORTS_END_IN = """
 import os, sys
 
