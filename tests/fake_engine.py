@@ -49,21 +49,12 @@ class Fetched(NamedTuple):
     rest_bytes: int
 
 
-class Driver(LayerDriver):
-    """The fake driver, with what each launch of a graph found: the head, and how many kernels the graph has; and what
-    came over the bus, by ``fetches`` and ``copies`` (host address and bytes).
-
-    Forwards that are not captured launch kernels one by one. Host memory has another address on the device.
-    """
+class BusDriver(LayerDriver):
+    """The fake driver where host memory has another address on the device; ``fetch`` is the kernel of that name."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.input = self.fetch = self.end = 0
-        self.fetches: list[Fetched] = []
-        self.copies: list[tuple[int, int]] = []
-        self.heads: list[np.void] = []
-        self.kernels: dict[int, int] = {}
-        self.launched: list[int] = []
+        self.fetch = 0
 
     def cuMemHostGetDevicePointer(self, address: Any, flags: Any) -> Any:
         return ok(driver.CUdeviceptr(address + ELSEWHERE))
@@ -74,10 +65,32 @@ class Driver(LayerDriver):
             self.fetch = int(function)
         return code, function
 
+    def fetched(self) -> tuple[int, int, int, int, int]:
+        """Of the fetch that was launched last: both sources and the target, lanes of the first source and of both."""
+        first, rest, target, split, lanes = struct.unpack("<QQQii", self.launches[-1][1])
+        return first, rest, target, split, lanes
+
+
+class Driver(BusDriver):
+    """The fake driver, with what each launch of a graph found: the head, and how many kernels the graph has; and what
+    came over the bus, by ``fetches`` and ``copies`` (host address and bytes).
+
+    Forwards that are not captured launch kernels one by one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input = self.end = 0
+        self.fetches: list[Fetched] = []
+        self.copies: list[tuple[int, int]] = []
+        self.heads: list[np.void] = []
+        self.kernels: dict[int, int] = {}
+        self.launched: list[int] = []
+
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: Any) -> Any:
         result = super().cuLaunchKernelEx(config, function, parameters, extra)
         if int(function) == self.fetch:
-            first, rest, self.input, split, lanes = struct.unpack("<QQQii", self.launches[-1][1])
+            first, rest, self.input, split, lanes = self.fetched()
             assert config.gridDimX * config.blockDimX >= lanes
             fetched = Fetched(first, rest, 16 * split, 16 * (lanes - split))
             ctypes.memmove(self.input, first - ELSEWHERE, fetched.first_bytes)

@@ -13,7 +13,7 @@ from prometheus_client.core import Metric
 
 from eventually import eventually
 from moelet.service.v2.direct import DirectInference
-from raw_http import answered, answers, connected, spoken, until_closed
+from raw_http import LAST, answered, answers, connected, spoken, until_closed
 from running_service import OpenEngine, RunningService, hidden_states, running
 from v2_wire import request
 
@@ -49,6 +49,25 @@ def asking(num_tokens: int, *lines: bytes, seed: int = 0, **fields: Any) -> byte
     """A right inference of so many tokens, with ``lines`` among its headers and ``fields`` in its JSON."""
     sent = {"hidden_states": hidden_states(num_tokens, seed)}
     return infer(*request(sent, **{**BINARY, **fields}), *lines)
+
+
+def left_and_late(service: RunningService, num_tokens: int, clients: int) -> bytes:
+    """What is said where one client leaves and one is answered too late while the engine has their tensors, and
+    ``clients`` more ask meanwhile."""
+    with ExitStack() as open_, service.engine.closed():
+        leaves, late = (open_.enter_context(connected(service)) for _ in range(2))
+        leaves.sendall(asking(num_tokens, b"X-A: 4", seed=1))
+        assert service.engine.waiting.wait(10)
+        leaves.close()
+        eventually(lambda: service.service.lifecycle.in_flight == 0)
+        late.sendall(asking(num_tokens, b"X-A: 5", b"X-Request-Timeout-Ms: 100", seed=2) + LAST)
+        said = until_closed(late)
+        more = [open_.enter_context(connected(service)) for _ in range(clients)]
+        for seed, client in enumerate(more, 3):
+            client.sendall(asking(num_tokens, b"X-A: 4", seed=seed) + LAST)
+        eventually(lambda: service.service.lifecycle.in_flight == len(more))
+        service.engine.gate.set()
+        return said + b"".join(map(until_closed, more))
 
 
 def unmade(said: bytes) -> bytes:

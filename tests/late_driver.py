@@ -1,10 +1,7 @@
 """The GPU engine over a fake driver that does everything as late as it may, and computes what can be checked."""
 
-# ruff: noqa: ARG002 (the signatures are the driver's)
-
 import ctypes
 import random
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fake_driver import ok
-from fake_engine import ELSEWHERE, OPTIONS
-from fake_layer import LayerDriver, LoadedKernels
+from fake_engine import ELSEWHERE, OPTIONS, BusDriver
+from fake_layer import LoadedKernels
 from moelet.graphs import engine as engine_module
 from moelet.graphs.buffers import INPUT_HEAD, InputLayout
 from moelet.graphs.driver import driver
@@ -35,7 +32,7 @@ PIECES = ("token_slots", "topk_ids", "topk_weights", "router_logits")
 """What comes with hidden states, whatever of it."""
 
 
-class LateDriver(LayerDriver):
+class LateDriver(BusDriver):
     """Once ``late``, work on a stream is done when somebody waits for it, or when ``step`` is called, and no sooner.
 
     ``fails_in``: so many calls from now one fails, behind its work if ``works_first``; None: none does.
@@ -49,7 +46,6 @@ class LateDriver(LayerDriver):
         self.given: dict[int, int] = {}
         self.done: dict[int, int] = {}
         self.records: dict[int, tuple[int, int]] = {}
-        self.fetch = 0
         self.fails_in: int | None = None
         self.works_first = False
 
@@ -96,19 +92,10 @@ class LateDriver(LayerDriver):
         assert any(at <= source and source + num_bytes <= at + size for at, size in self.locked.items()), "not locked"
         return ctypes.string_at(source, num_bytes)
 
-    def cuMemHostGetDevicePointer(self, address: Any, flags: Any) -> Any:
-        return ok(driver.CUdeviceptr(address + ELSEWHERE))
-
-    def cuModuleGetFunction(self, module: Any, name: Any) -> Any:
-        code, function = super().cuModuleGetFunction(module, name)
-        if name == b"fetch":
-            self.fetch = int(function)
-        return code, function
-
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: Any) -> Any:
         result = super().cuLaunchKernelEx(config, function, parameters, extra)
         if int(function) == self.fetch:
-            first, rest, target, split, lanes = struct.unpack("<QQQii", self.launches[-1][1])
+            first, rest, target, split, lanes = self.fetched()
 
             def bring() -> None:
                 sent = self.read(first - ELSEWHERE, 16 * split) + self.read(rest - ELSEWHERE, 16 * (lanes - split))

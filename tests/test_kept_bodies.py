@@ -10,8 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from eventually import eventually
-from fast_requests import BINARY, Pair, asking, infer, paired
+from fast_requests import BINARY, Pair, asking, infer, left_and_late, paired
 from moelet.service.v2.bodies import KEPT_BYTES, LARGEST_KEPT, LONGEST_READ, READING_BYTES, Bodies
 from moelet.service.v2.direct import DirectInference
 from moelet.service.v2.layout import read_layout
@@ -91,20 +90,7 @@ def test_values_that_are_still_computed_with_are_not_written_over(pair: Pair) ->
     def act(service: RunningService) -> bytes:
         with connected(service) as first:
             answered(first, asking(2, b"X-A: 4"))  # leaves a body behind
-        with ExitStack() as open_, service.engine.closed():
-            leaves, late = (open_.enter_context(connected(service)) for _ in range(2))
-            leaves.sendall(asking(2, b"X-A: 4", seed=1))
-            assert service.engine.waiting.wait(10)
-            leaves.close()
-            eventually(lambda: service.service.lifecycle.in_flight == 0)
-            late.sendall(asking(2, b"X-A: 5", b"X-Request-Timeout-Ms: 100", seed=2) + LAST)
-            said = until_closed(late)
-            clients = [open_.enter_context(connected(service)) for _ in range(4)]
-            for seed, client in enumerate(clients):
-                client.sendall(asking(2, b"X-A: 4", seed=seed + 3) + LAST)
-            eventually(lambda: service.service.lifecycle.in_flight == len(clients))
-            service.engine.gate.set()
-            return said + b"".join(map(until_closed, clients))
+        return left_and_late(service, 2, 4)
 
     assert [status for status, *_ in pair.of_both(act)] == [504, 200, *[200, 200] * 4]
 

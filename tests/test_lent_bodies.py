@@ -17,7 +17,7 @@ from fake_driver import FakeDriver
 pytest.importorskip("cuda.bindings.driver")
 
 from fake_engine import ELSEWHERE, SPEC, Opened, opened
-from fast_requests import BINARY, Pair, asking, infer, paired
+from fast_requests import BINARY, Pair, asking, infer, left_and_late, paired
 from moelet.graphs import staging
 from moelet.graphs.locked_blocks import LockedBlocks
 from moelet.layer.engine import Forward, LayerBatch
@@ -147,20 +147,7 @@ def test_a_block_that_is_computed_with_is_not_written_to(pair: Pair, lender: Len
     """One client leaves and one is answered too late while the engine has their tensors."""
 
     def act(service: RunningService) -> bytes:
-        with ExitStack() as open_, service.engine.closed():
-            leaves, late = (open_.enter_context(connected(service)) for _ in range(2))
-            leaves.sendall(asking(5, b"X-B: 4", seed=1))
-            assert service.engine.waiting.wait(10)
-            leaves.close()
-            eventually(lambda: service.service.lifecycle.in_flight == 0)
-            late.sendall(asking(5, b"X-B: 5", b"X-Request-Timeout-Ms: 100", seed=2) + LAST)
-            said = until_closed(late)
-            clients = [open_.enter_context(connected(service)) for _ in range(3)]
-            for seed, client in enumerate(clients):
-                client.sendall(asking(5, b"X-B: 4", seed=seed + 3) + LAST)
-            eventually(lambda: service.service.lifecycle.in_flight == len(clients))
-            service.engine.gate.set()
-            return said + b"".join(map(until_closed, clients))
+        return left_and_late(service, 5, 3)
 
     assert [status for status, *_ in pair.of_both(act)] == [504, 200, *[200, 200] * 3]
     assert len(lender.asked) == 5
