@@ -32,7 +32,7 @@ LAYER_ARGS = np.dtype(
 """Twin of ``LayerArgs`` in cuda/common/layer_args.cuh: what names the layer, and behind it what names a forward."""
 FORWARD_ARGS = Struct("<Qi4x")
 """The part of ``LAYER_ARGS`` behind ``LAYER_POINTERS``."""
-INPUT_HEAD = Struct(f"<{LAYER_ARGS.itemsize - FORWARD_ARGS.size}sQi4x")
+INPUT_HEAD = Struct(f"<{LAYER_ARGS.itemsize - FORWARD_ARGS.size}s{FORWARD_ARGS.format[1:]}")
 """All of ``LAYER_ARGS``, from the bytes of its ``LAYER_POINTERS``."""
 LORA_ENTRY = np.dtype(
     [("rank", np.int32, 3), ("scaling", np.float32, 3), ("shared_a", np.int32), ("shared_b", np.int32)], align=True

@@ -158,20 +158,27 @@ class Locked:
 
 
 @contextmanager
-def opened_over(monkeypatch: pytest.MonkeyPatch, spec: LayerSpec) -> Iterator[Opened]:
-    """An engine of one layer, which leaves nothing behind."""
+def started(monkeypatch: pytest.MonkeyPatch, spec: LayerSpec, fake: BusDriver) -> Iterator[GraphEngine]:
+    """An engine of one layer over ``fake``, which leaves nothing behind."""
     monkeypatch.setattr(engine_module, "Kernels", LoadedKernels)
-    fake = Driver()
     fake.install(monkeypatch)
     engine = GraphEngine(model_of(spec), GraphOptions(**OPTIONS))
     engine.add_layer(0, random_weights(spec))
     engine.start()
     locked = set(fake.locked)
-    yield Opened(engine, fake)
+    yield engine
     engine.close()
     assert fake.allocations == {}
     assert not locked & set(fake.locked)
     assert fake.events == {}
+
+
+@contextmanager
+def opened_over(monkeypatch: pytest.MonkeyPatch, spec: LayerSpec) -> Iterator[Opened]:
+    """The same over a ``Driver``."""
+    fake = Driver()
+    with started(monkeypatch, spec, fake) as engine:
+        yield Opened(engine, fake)
 
 
 @pytest.fixture

@@ -111,6 +111,17 @@ class Pair:
 
         return self.of_both(act)
 
+    def in_turn(self, *sent: bytes) -> list[int]:
+        """The statuses of both to all of ``sent`` on one connection, each behind the last one's answer."""
+
+        def act(service: RunningService) -> bytes:
+            with connected(service) as client:
+                said = b"".join(answered(client, each) for each in sent)
+                client.sendall(LAST)
+                return said + until_closed(client)
+
+        return [status for status, *_ in self.of_both(act)][: len(sent)]
+
     def of_both(self, act: Callable[[RunningService], bytes]) -> Answers:
         """What both say to what ``act`` does: the same, also by what they count."""
         self.begun.clear()

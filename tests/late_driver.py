@@ -14,19 +14,15 @@ import torch
 from torch import Tensor
 
 from fake_driver import ok
-from fake_engine import ELSEWHERE, OPTIONS, BusDriver
-from fake_layer import LoadedKernels
-from moelet.graphs import engine as engine_module
+from fake_engine import ELSEWHERE, BusDriver, started
 from moelet.graphs.buffers import INPUT_HEAD, InputLayout
 from moelet.graphs.driver import driver
 from moelet.graphs.engine import GraphEngine
 from moelet.graphs.geometry import Geometry
-from moelet.graphs.options import GraphOptions
 from moelet.graphs.pool import Runnable
 from moelet.graphs.streams import Stream
 from moelet.layer.engine import LayerBatch
 from moelet.layer.spec import LayerSpec
-from random_layers import model_of, random_weights
 
 PIECES = ("token_slots", "topk_ids", "topk_weights", "router_logits")
 """What comes with hidden states, whatever of it."""
@@ -195,15 +191,8 @@ def compute(runnable: Runnable, geometry: Geometry) -> None:
 @contextmanager
 def opened_late(monkeypatch: pytest.MonkeyPatch, spec: LayerSpec) -> Iterator[tuple[GraphEngine, LateDriver]]:
     """An engine of one layer, and its driver, which is late from here on; all is freed in the end."""
-    monkeypatch.setattr(engine_module, "Kernels", LoadedKernels)
     fake = LateDriver()
-    fake.install(monkeypatch)
-    engine = GraphEngine(model_of(spec), GraphOptions(**OPTIONS))
-    engine.add_layer(0, random_weights(spec))
-    engine.start()
-    monkeypatch.setattr(Runnable, "run", computes(fake, engine._layers[0].geometry))
-    fake.late = True
-    yield engine, fake
-    engine.close()
-    assert fake.allocations == {}
-    assert fake.events == {}
+    with started(monkeypatch, spec, fake) as engine:
+        monkeypatch.setattr(Runnable, "run", computes(fake, engine._layers[0].geometry))
+        fake.late = True
+        yield engine, fake

@@ -6,6 +6,7 @@ import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,17 +15,15 @@ from fast_requests import BINARY, Pair, asking, infer, left_and_late, paired
 from moelet.service.v2.bodies import KEPT_BYTES, LARGEST_KEPT, LONGEST_READ, READING_BYTES, Bodies
 from moelet.service.v2.direct import DirectInference
 from moelet.service.v2.layout import read_layout
-from raw_http import LAST, answered, connected, until_closed
+from raw_http import answered, connected
 from running_service import HIDDEN, OpenEngine, RunningService, hidden_states, small_model
 from v2_wire import request
 
 
 @pytest.fixture(scope="module")
-def pair(open_engine: OpenEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(open_engine: OpenEngine, adapter_root: Path) -> Iterator[Pair]:
     """Both services over two adapters."""
-    root = tmp_path_factory.mktemp("adapters") / "root"
-    root.mkdir()
-    with paired(open_engine, root) as made:
+    with paired(open_engine, adapter_root) as made:
         yield made
 
 
@@ -44,31 +43,19 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-def in_turn(pair: Pair, *sent: bytes) -> list[int]:
-    """The statuses of both to all of ``sent`` on one connection, each behind the last one's answer."""
-
-    def act(service: RunningService) -> bytes:
-        with connected(service) as client:
-            said = b"".join(answered(client, each) for each in sent)
-            client.sendall(LAST)
-            return said + until_closed(client)
-
-    return [status for status, *_ in pair.of_both(act)][: len(sent)]
-
-
 def test_the_next_values_are_read_where_the_last_ones_lay(pair: Pair, reads: list[bool]) -> None:
-    assert in_turn(pair, *(asking(2, b"X-A: 1", seed=seed) for seed in range(5))) == [200] * 5
+    assert pair.in_turn(*(asking(2, b"X-A: 1", seed=seed) for seed in range(5))) == [200] * 5
     assert reads == [False, True, True, True, True]
 
 
 def test_other_json_of_the_same_length_is_read(pair: Pair, reads: list[bool]) -> None:
     sent = [asking(2, b"X-A: 2", seed=seed, id=name) for seed, name in enumerate("aabba")]
-    assert in_turn(pair, *sent) == [200] * 5
+    assert pair.in_turn(*sent) == [200] * 5
     assert reads == [False, True, False, True, False]
     adapters = [
         asking(2, b"X-A: 3", parameters={**BINARY["parameters"], "adapter": name}) for name in ("a", "b", "c", "a")
     ]
-    assert in_turn(pair, *adapters) == [200, 200, 404, 200]
+    assert pair.in_turn(*adapters) == [200, 200, 404, 200]
 
 
 def test_what_is_more_than_one_tensor_is_read_each_time(pair: Pair, reads: list[bool]) -> None:
@@ -80,7 +67,7 @@ def test_what_is_more_than_one_tensor_is_read_each_time(pair: Pair, reads: list[
     text = json.dumps(
         {"inputs": [{"name": "hidden_states", "datatype": "FP32", "shape": [1, HIDDEN], "data": [0.5] * HIDDEN}]}
     ).encode()
-    assert in_turn(pair, *names, *halves, infer(text, None), infer(text, None)) == [200] * 8
+    assert pair.in_turn(*names, *halves, infer(text, None), infer(text, None)) == [200] * 8
     assert not any(reads)
 
 
@@ -115,7 +102,7 @@ def test_random_requests_of_many_clients(pair: Pair) -> None:
 
 
 def test_of_long_json_nothing_is_kept(pair: Pair, reads: list[bool]) -> None:
-    assert in_turn(pair, *[asking(1, b"X-A: 6", id="i" * LONGEST_READ)] * 3) == [200] * 3
+    assert pair.in_turn(*[asking(1, b"X-A: 6", id="i" * LONGEST_READ)] * 3) == [200] * 3
     assert reads == [False] * 3
 
 

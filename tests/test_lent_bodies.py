@@ -5,6 +5,7 @@
 import gc
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -64,10 +65,8 @@ class Lender:
 
 
 @pytest.fixture(scope="module")
-def pair(open_engine: OpenEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    root = tmp_path_factory.mktemp("adapters") / "root"
-    root.mkdir()
-    with paired(open_engine, root) as made:
+def pair(open_engine: OpenEngine, adapter_root: Path) -> Iterator[Pair]:
+    with paired(open_engine, adapter_root) as made:
         yield made
 
 
@@ -83,25 +82,13 @@ def lender(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lender]:
     eventually(lender.is_whole)
 
 
-def in_turn(pair: Pair, *sent: bytes) -> list[int]:
-    """The statuses of both to all of ``sent`` on one connection, each behind the last one's answer."""
-
-    def act(service: RunningService) -> bytes:
-        with connected(service) as client:
-            said = b"".join(answered(client, each) for each in sent)
-            client.sendall(LAST)
-            return said + until_closed(client)
-
-    return [status for status, *_ in pair.of_both(act)][: len(sent)]
-
-
 def test_hidden_states_are_computed_where_they_came(pair: Pair, lender: Lender) -> None:
     """However long the JSON in front of them is, whatever comes with them, and with an adapter too."""
     topk = {"topk_ids": torch.randint(-1, EXPERTS, (5, 2)), "topk_weights": torch.rand(5, 2)}
     sent = [asking(5, b"X-B: 1", seed=number, id="i" * number) for number in range(20)]
     sent.append(infer(*request({"hidden_states": hidden_states(5), **topk}, **BINARY)))
     sent.append(asking(5, b"X-B: 1", parameters={**BINARY["parameters"], "adapter": "b"}))
-    assert in_turn(pair, *sent) == [200] * len(sent)
+    assert pair.in_turn(*sent) == [200] * len(sent)
     assert len(lender.seen) == len(sent)
     assert None not in lender.seen
 
@@ -109,14 +96,14 @@ def test_hidden_states_are_computed_where_they_came(pair: Pair, lender: Lender) 
 def test_json_and_other_datatypes_are_converted_as_ever(pair: Pair, lender: Lender) -> None:
     halves = infer(*request({"hidden_states": hidden_states(2)}, {"hidden_states": "FP16"}, **BINARY))
     text = json_request({"hidden_states": hidden_states(2)}, **BINARY)
-    assert in_turn(pair, halves, infer(text, None)) == [200, 200]
+    assert pair.in_turn(halves, infer(text, None)) == [200, 200]
     assert lender.seen == [None, None]
     assert len(lender.asked) == 1, "a body of JSON takes no block"
 
 
 def test_small_bodies_take_no_block(pair: Pair, lender: Lender, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "LARGEST_KEPT", 32768)
-    assert in_turn(pair, asking(5, b"X-B: 2")) == [200]
+    assert pair.in_turn(asking(5, b"X-B: 2")) == [200]
     assert not lender.asked
 
 
