@@ -122,8 +122,11 @@ def placed(batches: Sequence[LayerBatch], memory: str) -> Iterator[Sequence[Laye
         return
     pinned = [PinnedBuffer(batch.hidden_states.nbytes) for batch in batches]
     yield [
-        replace(batch, hidden_states=buffer.tensor(torch.bfloat16, tuple(hidden.shape)).copy_(hidden))
-        for batch, buffer, hidden in zip(batches, pinned, [batch.hidden_states for batch in batches], strict=True)
+        replace(
+            batch,
+            hidden_states=buffer.tensor(torch.bfloat16, tuple(batch.hidden_states.shape)).copy_(batch.hidden_states),
+        )
+        for batch, buffer in zip(batches, pinned, strict=True)
     ]
     for buffer in pinned:
         buffer.close()

@@ -36,10 +36,12 @@ async def read_body(headers: Headers, receive: Receive, head_bytes: int, max_byt
     return body
 
 
-def aligned(length: int, head_bytes: int) -> memoryview:
-    """Memory for a body of so many bytes, byte ``head_bytes`` of it at a multiple of 16; taken as it is written."""
+def aligned(length: int, head_bytes: int, lend: Lend | None = None) -> memoryview:
+    """Memory for a body of so many bytes, byte ``head_bytes`` of it at a multiple of 16: what ``lend`` gives, if it
+    does, else such as is taken as it is written."""
     lead = -head_bytes % ALIGNMENT
-    return np.empty(lead + length, np.uint8).data[lead:]
+    lent = lend(lead + length) if lend else None
+    return (np.empty(lead + length, np.uint8).data if lent is None else lent)[lead:]
 
 
 class Bodies:
@@ -61,9 +63,7 @@ class Bodies:
         """One that nothing else uses."""
         if self._spare:
             return self._spare.pop()
-        lead = -self._head_bytes % ALIGNMENT
-        lent = self._lend(lead + self._length) if self._lend and self._length > LARGEST_KEPT else None
-        return Body(aligned(self._length, self._head_bytes) if lent is None else lent[lead:])
+        return Body(aligned(self._length, self._head_bytes, self._lend if self._length > LARGEST_KEPT else None))
 
     def give_back(self, body: Body) -> None:
         """Nothing will look at ``body`` any more."""
