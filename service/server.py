@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LONGEST_END_S = 3.0
 """How long a start that is ended has for putting things away."""
+TICK_S = 0.1
+"""How long a signal that ends a start may go unheard: one that comes just before the main thread waits for another,
+or that the kernel hands to another, does not wake it."""
 SWITCH_INTERVAL_S = 5e-4
 """How long a Python thread may keep others waiting: the event loop's, the engine's, and one that reads adapters."""
 
@@ -109,6 +112,7 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self.on_signal, number)
+        signal.setitimer(signal.ITIMER_REAL, 0)  # the loop wakes for each
         try:
             yield
         finally:
@@ -170,7 +174,8 @@ def read_beside(processes: ExitStack, *ways: AdapterReader, roots: AdapterRoots)
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
     """Let a signal that comes before the loop runs end the process, with exit code 0 and not waiting
-    for the threads that load; and a second one at once, whatever the first has still to put away."""
+    for the threads that load; and a second one at once, whatever the first has still to put away. Until the loop runs
+    the main thread looks for signals every ``TICK_S``."""
     stopping = False
 
     def stop(_number: int, _frame: FrameType | None) -> None:
@@ -179,15 +184,18 @@ def exit_on_signal() -> Iterator[None]:
             os._exit(0)
         stopping = True
         signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
-        signal.setitimer(signal.ITIMER_REAL, LONGEST_END_S)  # what runs now may swallow the exception
+        signal.setitimer(signal.ITIMER_REAL, LONGEST_END_S, TICK_S)  # what runs now may swallow the exception
         raise SystemExit(0)
 
-    before = {number: signal.signal(number, stop) for number in SIGNALS}
+    handlers = dict.fromkeys(SIGNALS, stop) | {signal.SIGALRM: lambda *_: None}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    signal.setitimer(signal.ITIMER_REAL, TICK_S, TICK_S)
     try:
         yield
     except SystemExit as stopped:
         Console(stderr=True).show_cursor()
         os._exit(stopped.code if isinstance(stopped.code, int) else 0)
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)

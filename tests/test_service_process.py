@@ -199,6 +199,24 @@ def test_a_second_signal_while_loading_ends_at_once_whatever_the_first_still_doe
         assert (tmp_path / "log").read_text() == ""
 
 
+UNHEARD = """
+import signal, threading, time
+from moelet.layer.checkpoint import Checkpoint
+def slow(self, index):
+    signal.pthread_kill(threading.get_ident(), signal.{name})
+    time.sleep(60)
+Checkpoint.load_layer = slow
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_that_does_not_wake_the_thread_that_waits_is_heard(tmp_path: Path, name: str) -> None:
+    """As it is where one comes between that thread's last look for signals and its wait."""
+    with process(tmp_path, tmp_path / "log", before=UNHEARD.format(name=name)) as started:
+        assert started.wait(30) == 0
+        assert (tmp_path / "log").read_text() == ""
+
+
 SWALLOWING = """
 import time
 from moelet.service import startup
