@@ -147,10 +147,7 @@ class GraphEngine:
         if tokens == 0:
             return Finished(batch.hidden_states.new_empty(0, spec.hidden_size))
         parts = [batch.part(start, start + served.most_tokens) for start in range(0, tokens, served.most_tokens)]
-        adapted = [part.check(spec, self._options.max_loras) for part in parts]
-        outputs = [
-            self._begin(part, part.num_tokens, served, lora).result() for part, lora in zip(parts, adapted, strict=True)
-        ]
+        outputs = [self._begin(part, part.num_tokens, served, part.any_adapter).result() for part in parts]
         return Finished(torch.cat(outputs))
 
     def forward(self, batch: LayerBatch) -> Tensor:

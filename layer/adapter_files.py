@@ -1,5 +1,6 @@
 """An adapter's folder on disk: its two files, opened without following a link out of it."""
 
+import errno
 import os
 import stat
 from contextlib import AbstractContextManager
@@ -60,7 +61,7 @@ class AdapterFolder:
         except (FileNotFoundError, NotADirectoryError):
             raise FileNotFoundError(name) from None
         except OSError as error:
-            raise AdapterRefusedError(name, "a file that can be read", error.strerror or "an I/O error") from None
+            raise unreadable(name, "a file that can be read", error) from None
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise AdapterRefusedError(name, "a file", "a folder, pipe or device")
@@ -74,6 +75,14 @@ class AdapterFolder:
             f"only {pickles[0]}, a pickle, which is never read: convert it once, in its folder, with "
             f"safetensors.torch.save_file(torch.load({pickles[0]!r}, weights_only=True), {WEIGHTS!r})"
         )
+
+
+def unreadable(what: str, wanted: str, error: OSError) -> AdapterRefusedError | OSError:
+    """What to raise where ``error`` came of reading ``what``, which should be ``wanted``: ``error`` itself where the
+    process or the host may open no file more, which is not the adapter's fault."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return error
+    return AdapterRefusedError(what, wanted, error.strerror or "an I/O error")
 
 
 def _open_below(root: Path, path: Path) -> int:

@@ -63,9 +63,14 @@ class LayerBatch:
             token_slots=rows(self.token_slots),
         )
 
+    @property
+    def any_adapter(self) -> bool:
+        """Whether any token has an adapter."""
+        return self.token_slots is not None and bool((self.token_slots >= 0).any())
+
     def check(self, spec: LayerSpec, max_loras: int) -> bool:
-        """Raise ``RequestError`` (its ``param`` naming the field) unless this fits ``spec``; whether any token has an
-        adapter."""
+        """Raise ``RequestError`` (its ``param`` naming the field) unless this fits ``spec``; returns ``any_adapter``,
+        which the check has found out by then."""
         hidden, topk_ids, topk_weights = self.hidden_states, self.topk_ids, self.topk_weights
         tokens = hidden.shape[0]
         _expect("hidden_states", hidden, BF16, (tokens, spec.hidden_size))

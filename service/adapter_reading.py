@@ -3,13 +3,15 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from ..layer.adapter import KeptAdapter
-from ..layer.errors import AdapterCapacityError, AdapterError, AdapterRefusedError
+from ..layer.adapter_files import unreadable
+from ..layer.errors import AdapterCapacityError, AdapterError, MoeletError
 from .adapter_roots import AdapterRoots
+from .errors import UnavailableError
 
 AdapterReader = Callable[[Path, Path], KeptAdapter]
 """Parses and validates the adapter in a folder, following links no further than below another folder;
@@ -19,6 +21,10 @@ ANYWHERE = Path("/")
 
 Read = tuple[str, KeptAdapter]
 """The folder that a client meant, all links resolved, and the adapter in it."""
+
+
+class ReaderDiedError(MoeletError):
+    """The process that read an adapter was ended by a signal: by a fault that the adapter brought out, most likely."""
 
 
 class NobodyBesideError(Exception):
@@ -79,16 +85,18 @@ class AdapterReading:
     async def for_client(self, sent: str, param: str) -> Read:
         """As ``ClientReader``.
 
-        Raises ``RequestError`` and every ``AdapterError``.
+        Raises ``RequestError``, every ``AdapterError``, ``ReaderDiedError``, and ``UnavailableError`` where no file can
+        be opened any more.
         """
         self._roots.check(sent, param)
-        if self._beside is not None:
-            try:
-                with told_to_clients(sent):
+        try:
+            if self._beside is not None:
+                with suppress(NobodyBesideError), told_to_clients(sent):
                     return await self._beside.for_client(sent, param)
-            except NobodyBesideError:
-                pass
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._here, sent, param)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._here, sent, param)
+        except OSError as error:  # such as are the adapter's fault were told of as that
+            said = f"{sent} cannot be read now: the service may open no file more ({error.strerror})"
+            raise UnavailableError(f"{said}; raise its limit (ulimit -n) if this stays so") from error
 
     def close(self) -> None:
         """End the thread."""
@@ -108,9 +116,10 @@ def told_of_memory(what: str) -> Iterator[None]:
 
 @contextmanager
 def told_to_clients(sent: str) -> Iterator[None]:
-    """The same, and ``AdapterRefusedError`` for files that cannot be read at the path that a client ``sent``."""
+    """The same, and ``AdapterRefusedError`` for files that cannot be read at the path that a client ``sent``; an
+    ``OSError`` that is left says that no file can be opened any more."""
     try:
         with told_of_memory(sent):
             yield
     except OSError as error:
-        raise AdapterRefusedError(sent, "files that can be read", error.strerror or "an I/O error") from error
+        raise unreadable(sent, "files that can be read", error) from None

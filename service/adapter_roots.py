@@ -6,13 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ..layer.errors import (
-    AdapterForbiddenError,
-    AdapterNotFoundError,
-    AdapterRefusedError,
-    ConfigurationError,
-    RequestError,
-)
+from ..layer.adapter_files import unreadable
+from ..layer.errors import AdapterForbiddenError, AdapterNotFoundError, ConfigurationError, RequestError
 
 LONGEST_PATH = 1 << 15
 """Bytes of a path that a client may send, many times what any file system takes. The time to follow one grows with the
@@ -55,13 +50,13 @@ class AdapterRoots:
         Raises ``AdapterForbiddenError`` for what lies outside every root, in the same words whether or
         not it exists, or when an adapter file in it is a link that leads outside; ``AdapterNotFoundError``
         when it would lie inside and is not there; ``AdapterRefusedError`` when it changes meanwhile;
-        ``RequestError`` for what cannot be a path.
+        ``RequestError`` for what cannot be a path; ``OSError`` where no file can be opened any more.
         """
         self.check(sent, param)
         try:
             return self._resolve(sent)
         except OSError as error:  # links and folders may change while they are followed
-            raise AdapterRefusedError(sent, "a folder that can be read", error.strerror or "an I/O error") from None
+            raise unreadable(sent, "a folder that can be read", error) from None
 
     def _resolve(self, sent: str) -> tuple[Path, Path]:
         candidates = dict.fromkeys(_real(root / sent) for root in self.roots)

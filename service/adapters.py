@@ -11,21 +11,21 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from ..layer.adapter_version import AdapterVersion, check_name
-from ..layer.errors import (
-    AdapterAlreadyLoadedError,
-    AdapterBusyError,
-    AdapterNotLoadedError,
-)
+from ..layer.errors import AdapterAlreadyLoadedError, AdapterBusyError, AdapterNotLoadedError
 from ..layer.slots import AdapterTable
 from .adapter_reading import AdapterReader, AdapterReading
 from .adapter_roots import AdapterRoots
 from .engine_thread import EngineThread
+from .errors import UnavailableError
 from .sent_text import utf8
 
 log = logging.getLogger(__name__)
 
 Later = Callable[[Callable[[], None]], None]
 """Has small things done soon, on the event loop."""
+
+MOST_LOADS = 256
+"""Loads under way at a time. They are read one by one, and go on where their clients leave."""
 
 CLEAR_S = 0.25
 """So long the slot of a version that is gone may hold what it held: mostly the next version takes it by then."""
@@ -46,6 +46,7 @@ class AdapterRegistry:
         self._engine = engine
         self._reading = AdapterReading(roots, read)
         self._later = later
+        self._loads = 0
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._released = asyncio.Event()
         self._will_clear = False
@@ -60,24 +61,36 @@ class AdapterRegistry:
         """Load the adapter at the path that a client sent; (its version, whether the name is new).
 
         The next ``acquire`` gets this version. ``pinned`` None keeps what a replaced version had.
-        Raises ``RequestError`` and every ``AdapterError`` but ``AdapterNotLoadedError``.
+        Raises ``RequestError``, every ``AdapterError`` but ``AdapterNotLoadedError``, and ``UnavailableError`` where
+        too many loads wait already, or no file can be opened any more.
         """
         check_name(name)
         self.roots.check_enabled()
-        async with self._lock(name):
-            current = self.find(name)
-            if current is not None and not replace:
-                raise AdapterAlreadyLoadedError(
-                    f"the adapter {name!r} is loaded already, as version {current.version}: "
-                    "set load_inplace to true to replace it"
-                )
-            folder, adapter = await self._reading.for_client(sent, param)
-            if pinned is None:
-                pinned = current is not None and current.pinned
-            version = self.table.put(name, adapter, pinned=pinned, replace=replace)
-            self.settle()
-            self._log("loaded adapter %s, version %d, from %s", name, version.version, folder)
-            return version, current is None
+        if self._loads >= MOST_LOADS:
+            raise UnavailableError(f"{MOST_LOADS} adapters are being loaded or wait for it, and no more may")
+        self._loads += 1
+        try:
+            async with self._lock(name):
+                return await self._load(name, sent, param, pinned, replace)
+        finally:
+            self._loads -= 1
+
+    async def _load(
+        self, name: str, sent: str, param: str, pinned: bool | None, replace: bool
+    ) -> tuple[AdapterVersion, bool]:
+        current = self.find(name)
+        if current is not None and not replace:
+            raise AdapterAlreadyLoadedError(
+                f"the adapter {name!r} is loaded already, as version {current.version}: "
+                "set load_inplace to true to replace it"
+            )
+        folder, adapter = await self._reading.for_client(sent, param)
+        if pinned is None:
+            pinned = current is not None and current.pinned
+        version = self.table.put(name, adapter, pinned=pinned, replace=replace)
+        self.settle()
+        self._log("loaded adapter %s, version %d, from %s", name, version.version, folder)
+        return version, current is None
 
     async def unload(self, name: str, timeout_s: float) -> dict[str, Any]:
         """Unload ``name`` once no request holds it, waiting up to ``timeout_s``; its last record.

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ..layer.adapter import KeptAdapter
 from . import parcels
-from .adapter_reading import AdapterReader, ClientReader, NobodyBesideError, Read
+from .adapter_reading import AdapterReader, ClientReader, NobodyBesideError, Read, ReaderDiedError
 from .adapter_roots import AdapterRoots
 from .readers import LONGEST_MESSAGE, Work, be, fork, killed, supervise
 from .unmapping import Unmapping
@@ -83,8 +83,8 @@ class ReadingProcess:
         return self._ways[self.way]
 
     def __call__(self, folder: Path, root: Path) -> KeptAdapter:
-        """What the reader gives. Raises what it does, ``MemoryError`` where the process was killed over it, and
-        ``OSError`` where this one may open no file more."""
+        """What the reader gives. Raises what it does, ``ReaderDiedError`` where the process was ended over it,
+        ``MemoryError`` where it was killed, and ``OSError`` where this one may open no file more."""
         if not self._gone:
             try:
                 self._ask(self.way, os.fsencode(folder), os.fsencode(root))
@@ -141,8 +141,9 @@ class ReadingProcess:
         if not text:
             raise EOFError
         if not files:
-            reason = f"the process that reads adapters was {text.decode()} while it read {what}"
-            raise MemoryError(reason) if text == killed(signal.SIGKILL) else RuntimeError(reason)
+            reason = f"the process that reads adapters was {text.decode()} while it read {what}, which was not loaded"
+            log.error("%s", reason)
+            raise MemoryError(reason) if text == killed(signal.SIGKILL) else ReaderDiedError(reason)
         number, letter = text.split(b" ", 1)
         if int(number) == self._asked:
             return Parcel(files[0], letter)

@@ -1,8 +1,11 @@
 """Reads adapters in a process beside the tests, or ends as it is told to; and what can be seen of such a process."""
 
 import os
+import resource
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -75,3 +78,16 @@ def descriptors() -> set[int]:
     """All that this process has open."""
     listed = os.listdir("/proc/self/fd")  # noqa: PTH208 - the descriptor that it is read through is gone by then
     return {int(name) for name in listed if Path(f"/proc/self/fd/{name}").is_symlink()}
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """This process may open no file more inside of this."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    last = max(descriptors())
+    with ExitStack() as opened:
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while opened.enter_context(Path(os.devnull).open()).fileno() < last:
+            pass
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, hard))
+        yield

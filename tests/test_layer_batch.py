@@ -30,8 +30,8 @@ def refused(batch: LayerBatch) -> str | None:
 )
 def test_whether_any_token_has_an_adapter(slots: torch.Tensor | None, adapted: bool) -> None:
     batch = replace(random_batch(SPEC, 3, drop=0.3), token_slots=slots)
-    assert batch.check(SPEC, SLOTS) is adapted
-    assert batch.part(0, 0).check(SPEC, SLOTS) is False
+    assert batch.check(SPEC, SLOTS) is batch.any_adapter is adapted
+    assert batch.part(0, 0).check(SPEC, SLOTS) is batch.part(0, 0).any_adapter is False
 
 
 @pytest.mark.parametrize("place", [(0, 0), (1, 1), (2, 0)])

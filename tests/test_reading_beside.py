@@ -45,7 +45,7 @@ SLOW_LOAD = {"path": "moelet-demo/slow"}
 def loading_slowly(it: Served) -> Iterator[Future[httpx.Response]]:
     """The load of an adapter that is being read for a second."""
     folder = Path(it.client.get("/v1/adapters/demo-b").json()["path"])
-    shutil.copytree(folder, folder.parent / "slow")
+    shutil.copytree(folder, folder.parent / "slow", dirs_exist_ok=True)
     with ThreadPoolExecutor() as pool:
         loading = pool.submit(it.client.put, "/v1/adapters/c", json=SLOW_LOAD)
         assert it.process.stdout is not None
@@ -139,5 +139,11 @@ def test_a_load_that_its_reader_is_killed_over_is_refused_and_the_next_is_not(tm
     with served(tmp_path, before=SLOW_READ) as it, loading_slowly(it) as loading:
         os.kill(it.readers()[1], signal.SIGKILL)
         assert loading.result().status_code == 409
+        with loading_slowly(it) as crashing:
+            os.kill(it.readers()[1], signal.SIGSEGV)
+            answer = crashing.result()
+        assert answer.status_code == 500
+        assert "was killed by signal 11 while it read moelet-demo/" in answer.json()["error"]["message"]
+        assert "was killed by signal 11 while it read moelet-demo/" in it.log.read_text()
         assert it.client.put("/v1/adapters/c", json={"path": "moelet-demo/demo-a"}).status_code == 201
         assert len(it.readers()) == 2

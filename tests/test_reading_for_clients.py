@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from adapter_readers import Reader, child_of, descriptors, folder, model, reader
+from adapter_readers import Reader, child_of, descriptors, folder, model, no_descriptor_left, reader
 from moelet.graphs.packed import PackedAdapter
 from moelet.layer.adapter import Adapter
 from moelet.layer.errors import (
@@ -23,8 +23,9 @@ from moelet.layer.errors import (
     AdapterRefusedError,
     RequestError,
 )
-from moelet.service.adapter_reading import AdapterReading, ClientReader
+from moelet.service.adapter_reading import AdapterReading, ClientReader, ReaderDiedError
 from moelet.service.adapter_roots import LONGEST_PATH, AdapterRoots
+from moelet.service.errors import UnavailableError
 from moelet.service.reading_process import ReadingProcess
 
 
@@ -63,7 +64,7 @@ def test_an_event_loop_gets_errors_as_clients_are_told(reader: Reader, folder: P
         "unreadable": (AdapterRefusedError, "^unreadable: expected files that can be read, found Permission denied$"),
         "memory": (AdapterCapacityError, "^memory: the host has too little memory left to load it$"),
         "die": (AdapterCapacityError, "^die: the host has too little memory left to load it$"),
-        "crash": (RuntimeError, "was killed by signal 12 while it read crash"),
+        "crash": (ReaderDiedError, "was killed by signal 12 while it read crash, which was not loaded$"),
         "wrong": (RuntimeError, "KeyError: 'a fault of ours'"),
         "a\0b": (RequestError, "^path should be the path of an adapter's folder"),
         "\ud800": (RequestError, "^path is not a path"),
@@ -80,6 +81,21 @@ def test_an_event_loop_gets_errors_as_clients_are_told(reader: Reader, folder: P
     with beside(reader, folder) as process:
         asyncio.run(fail(AdapterReading(AdapterRoots([folder]), process)))
         assert not process._gone
+
+
+def test_clients_are_told_where_no_file_can_be_opened_any_more(reader: Reader, folder: Path) -> None:
+    """Whoever reads: an adapter is not refused for what is not its fault."""
+
+    async def fail(read: AdapterReading) -> None:
+        assert (await read.for_client("demo-a", "path"))[1].facts.rank == 8
+        with no_descriptor_left(), pytest.raises(UnavailableError, match=r"^demo-a cannot .* \(Too many open files\)"):
+            await read.for_client("demo-a", "path")
+        assert (await read.for_client("demo-a", "path"))[1].facts.rank == 8
+        read.close()
+
+    with beside(reader, folder) as process:
+        asyncio.run(fail(AdapterReading(AdapterRoots([folder]), process)))
+    asyncio.run(fail(AdapterReading(AdapterRoots([folder]), reader)))
 
 
 def test_an_event_loop_is_not_told_of_what_nobody_waits_for(reader: Reader, folder: Path) -> None:

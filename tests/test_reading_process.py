@@ -5,7 +5,6 @@
 import errno
 import logging
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -13,18 +12,19 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from adapter_readers import Reader, child_of, descriptors, folder, model, reader
+from adapter_readers import Reader, child_of, descriptors, folder, model, no_descriptor_left, reader
 from eventually import eventually
 from moelet.graphs.packed import PackedAdapter
 from moelet.layer.adapter import Adapter
 from moelet.layer.errors import AdapterNotFoundError, AdapterRefusedError
+from moelet.service.adapter_reading import ReaderDiedError
 from moelet.service.reading_process import ReadingProcess
 from served_process import SOURCES
 
@@ -102,7 +102,7 @@ def test_a_reader_that_dies_fails_its_load_alone(reading: ReadingProcess, folder
     with pytest.raises(MemoryError, match=r"was killed by signal 9 while it read .*die"):
         reading(folder / "die", folder)
     assert reading(folder / "demo-a", folder).facts.rank == 8
-    with pytest.raises(RuntimeError, match="was killed by signal 12"):
+    with pytest.raises(ReaderDiedError, match="was killed by signal 12"):
         reading(folder / "crash", folder)
     assert reading(folder / "demo-b", folder).facts.rank == 4
 
@@ -132,16 +132,9 @@ def test_what_a_reader_left_undone_is_nobody_else_s_answer(reading: ReadingProce
 
 
 def test_a_service_that_may_open_no_file_more_is_told_so(reading: ReadingProcess, folder: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert reading(folder / "demo-a", folder).facts.rank == 8
-    last = max(descriptors())
-    with ExitStack() as open_:
-        open_.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        while open_.enter_context(Path(os.devnull).open()).fileno() < last:
-            pass
-        resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, hard))
-        with pytest.raises(OSError, match="Too many open files"):
-            reading(folder / "demo-a", folder)
+    with no_descriptor_left(), pytest.raises(OSError, match="Too many open files"):
+        reading(folder / "demo-a", folder)
     assert reading(folder / "demo-b", folder).facts.rank == 4
 
 

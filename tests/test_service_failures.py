@@ -1,6 +1,7 @@
 """What goes wrong under the service: a failing engine, install or start, an overlong body, a client that leaves."""
 
 import asyncio
+import json
 import os
 import socket
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from adapter_readers import no_descriptor_left
 from eventually import eventually
 from moelet.layer.adapter import Adapter
 from moelet.layer.engine import Engine
@@ -170,20 +172,65 @@ def test_draining_refuses_new_forwards_and_finishes_old_ones(open_engine: OpenEn
         assert old.result().status_code == 200
 
 
-def test_draining_finishes_loads_that_began_and_takes_no_others(open_engine: OpenEngine, tmp_path: Path) -> None:
+def held_up(service: RunningService) -> tuple[threading.Event, threading.Event]:
+    """Have adapters be read only once the second of two events is set; the first one is, once a load has begun."""
     begun, go_on = threading.Event(), threading.Event()
+    reader = service.service.adapters._reading._here
+    read = reader._read
+
+    def slow(folder: Path, root: Path) -> Adapter:
+        begun.set()
+        assert go_on.wait(30)
+        return read(folder, root)
+
+    reader._read = slow
+    return begun, go_on
+
+
+def test_a_load_beyond_those_that_may_wait_is_refused(open_engine: OpenEngine, tmp_path: Path) -> None:
+    """However it is spelled; nothing but loads notices, and there is room again once they have ended."""
+    with (
+        running(open_engine, tmp_path) as service,
+        ThreadPoolExecutor() as pool,
+        pytest.MonkeyPatch.context() as patched,
+    ):
+        patched.setattr(adapters, "MOST_LOADS", 3)
+        assert service.load("a", service.write("a", 1)).status_code == 200
+        begun, go_on = held_up(service)
+        loading = [pool.submit(service.load, name, "a") for name in ("b", "c", "c")]
+        assert begun.wait(10)
+        eventually(lambda: service.service.adapters._loads == 3)
+        config = json.dumps({"lora_path": "a"})
+        refused = [
+            service.load("d", "a"),
+            service.client.put("/v1/adapters/d", json={"path": "a"}),
+            service.client.post("/v2/repository/models/d/load", json={"parameters": {"config": config}}),
+        ]
+        assert [(answer.status_code, answer.headers["retry-after"]) for answer in refused] == [(503, "1")] * 3
+        assert service.metric("moelet_adapter_loads_total", outcome="rejected") == 3
+        assert service.forward(hidden_states=hidden_states(1), adapter="a").status_code == 200
+        assert service.client.delete("/v1/adapters/a").status_code == 200
+        go_on.set()
+        assert sorted(future.result().status_code for future in loading) == [200, 200, 400]
+        assert service.load("d", "a").status_code == 200
+
+
+def test_a_load_while_no_file_can_be_opened_may_come_again(service: RunningService) -> None:
+    assert service.load("a", "good").status_code == 200
+    before = service.records()
+    with no_descriptor_left():
+        refused = service.load("a", "good", load_inplace=True)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert "Too many open files" in refused.json()["error"]["message"]
+    assert service.records() == before
+    assert service.load("a", "good", load_inplace=True).status_code == 200
+
+
+def test_draining_finishes_loads_that_began_and_takes_no_others(open_engine: OpenEngine, tmp_path: Path) -> None:
     with running(open_engine, tmp_path) as service, ThreadPoolExecutor() as pool:
         for name in ("a", "b"):
             assert service.load(name, service.write(name, 1)).status_code == 200
-        reader = service.service.adapters._reading._here
-        read = reader._read
-
-        def slow(folder: Path, root: Path) -> Adapter:
-            begun.set()
-            assert go_on.wait(30)
-            return read(folder, root)
-
-        reader._read = slow
+        begun, go_on = held_up(service)
         loading = pool.submit(service.load, "c", "a")
         assert begun.wait(10)
         service.service.lifecycle.begin_drain()
