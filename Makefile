@@ -20,13 +20,14 @@ else
   TOOLS := $(VENV)/.tools
 endif
 
+OLDEST := .venv-oldest
 CUDA_SOURCES = $(shell find cuda -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check fix gpu-test image-test bench wheel clean
+.PHONY: help serve test test-oldest check fix gpu-test image-test bench wheel clean
 
 help: ## List the targets and the variables they read
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo 'CHECKPOINT=DIR       what serve serves (default: a small demo that it writes itself)'
 	@echo 'ARGS="..."           more arguments for moelet serve, the benchmarks or pytest'
@@ -39,6 +40,12 @@ serve: $(RUNTIME) ## Serve a checkpoint, by default the demo, on port 8000
 
 test: check ## Check, then run every test that needs no GPU
 	$(PY) -m pytest -m "not gpu" $(ARGS)
+
+test-oldest: ## Run those tests with the oldest versions of all that pyproject.toml asks for
+	$(PYTHON) -m venv --clear $(OLDEST)
+	$(OLDEST)/bin/python -m pip install uv
+	$(OLDEST)/bin/uv pip install --python $(OLDEST) --resolution lowest-direct -r pyproject.toml --extra test
+	$(OLDEST)/bin/python -m pytest -m "not gpu" $(ARGS)
 
 check: $(TOOLS) ## Lint, format and types, changing nothing
 	$(PY) -m ruff check .
@@ -66,7 +73,7 @@ wheel: $(TOOLS) ## Build the wheel into dist/
 	rm -rf build
 
 clean: ## Remove what the other targets made, the virtual environment included
-	rm -rf $(VENV) build dist src/moelet.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist src/moelet.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One resolution with torch in it, so that nothing brings another torch in later.

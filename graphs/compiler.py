@@ -5,34 +5,19 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from threading import Lock
-from typing import Any
 
-from ..layer.errors import ConfigurationError, DeviceUnavailableError, EngineError
+from ..layer.errors import ConfigurationError, DeviceUnavailableError
 from .cubins import CubinStore, pack, unpack, write_whole
-from .driver import USE_CPU, Device, bindings
+from .driver import USE_CPU, Device
+from .nvrtc import NO_CACHE, CompileError, begin_compiling, compile_program, nvrtc_version
 from .side_by_side import Halt, side_by_side
-from .signal_actions import keeping_signal_actions
-
-nvrtc = bindings("nvrtc")
 
 SOURCES = Path(__file__).resolve().parent.parent / "cuda"
 """The room of CUDA sources: next to this one in the repository and in an installed package alike."""
 
-OPTIONS = ("--std=c++20", "-default-device", "--no-cache", "--ptxas-options=-v")  # a cached result has no report
+OPTIONS = ("--std=c++20", "-default-device", NO_CACHE, "--ptxas-options=-v")
 DEFAULT_ARCH = "sm_90a"
-_BEGINNING = Lock()
-
-
-class CompileError(EngineError):
-    """A kernel does not compile; ``log`` is all that the compiler said."""
-
-    def __init__(self, message: str, log: str) -> None:
-        super().__init__(message)
-        self.log = log
-        self.add_note(log)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +109,7 @@ def compile_kernels(
             told(len(cubins) - found, len(missing))
 
     if missing:
-        _begin_compiling()
+        begin_compiling()
         if told:
             told(0, len(missing))
         side_by_side(_Job.compile, missing, ended=keep)
@@ -151,33 +136,12 @@ def compile_all(
         if not path.exists() or unpack(path.read_bytes()) is None:
             write_whole(path, pack(*job.compile(halt)))
 
-    _begin_compiling()
+    begin_compiling()
     try:
         side_by_side(build, jobs, threads=threads)
     except OSError as error:
         raise ConfigurationError(f"cubins cannot be written to {out_dir}: {error.strerror}") from error
     return [out_dir / job.file_name for job in jobs]
-
-
-def _begin_compiling() -> None:
-    """Let NVRTC compile nothing, once for a process: the first time it sets actions of its own on SIGINT and SIGTERM,
-    by which the process would end with a crash, and what it leaves behind lets waits go on after them.
-
-    Raises ``DeviceUnavailableError`` where there is no NVRTC.
-    """
-    nvrtc_version()
-    with _BEGINNING:  # a second thread would take what the first one's compile has set for what there was
-        _compile_nothing()
-
-
-@cache
-def _compile_nothing() -> None:
-    def compiling() -> None:
-        program = _call(nvrtc.nvrtcCreateProgram, b"", b"nothing.cu", 0, [], [])
-        nvrtc.nvrtcCompileProgram(program, 0, [])
-        nvrtc.nvrtcDestroyProgram(program)
-
-    keeping_signal_actions(compiling)
 
 
 def check_driver(device: Device) -> None:
@@ -188,15 +152,6 @@ def check_driver(device: Device) -> None:
             f"the NVIDIA driver supports CUDA {_dotted(device.driver_version)}, but kernels are compiled by CUDA "
             f"{_dotted(compiler)} and need a driver of CUDA {compiler[0]}.0 or newer: update it; {USE_CPU}"
         )
-
-
-def nvrtc_version() -> tuple[int, int]:
-    """The version of the NVRTC library in use."""
-    try:
-        _, major, minor = nvrtc.nvrtcVersion()
-    except RuntimeError:  # the bindings raise their own kind of it where the library cannot be loaded
-        raise DeviceUnavailableError(f"the Python package nvidia-cuda-nvrtc is not installed; {USE_CPU}") from None
-    return int(major), int(minor)
 
 
 def parse_resources(log: str, kernel: str) -> Resources:
@@ -259,35 +214,13 @@ class _Job:
 
     def compile(self, halt: Halt) -> tuple[bytes, str]:
         """The cubin and the log. Raises ``CompileError``, also soon after a ``halt`` is called."""
-        names, texts = [name.encode() for name, _ in self.headers], [text for _, text in self.headers]
-        file_name = self.specialisation.source_file.encode()
-        program = _call(nvrtc.nvrtcCreateProgram, self.source, file_name, len(names), texts, names)
-        try:
-            _call(nvrtc.nvrtcSetFlowCallback, program, halt.callback, 0)
-            options = [option.encode() for option in self.options]
-            error = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
-            log = _text(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog).decode(errors="replace")
-            log = re.sub(r"ptxas info *: Compile time.*\n?", "", log).rstrip("\0 \n")  # the same source, the same file
-            if error != 0:
-                raise CompileError(f"{self.specialisation} does not compile for {self.arch}: {_first_error(log)}", log)
-            parse_resources(log, self.kernel)
-            return _text(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN), log
-        finally:
-            nvrtc.nvrtcDestroyProgram(program)
-
-
-def _call(function: Any, *args: Any) -> Any:
-    error, *values = function(*args)
-    if error != 0:
-        raise CompileError(f"{function.__name__} failed with {error.name}", "")
-    return values[0] if values else None
-
-
-def _text(program: Any, size_of: Any, read: Any) -> bytes:
-    buffer = bytes(_call(size_of, program))  # the binding writes into it
-    if len(buffer) > 1:
-        _call(read, program, buffer)
-    return buffer
+        name = self.specialisation.source_file
+        cubin, log = compile_program(name, self.source, self.headers, self.options, halt)
+        log = re.sub(r"ptxas info *: Compile time.*\n?", "", log).rstrip()  # the same source, the same file
+        if cubin is None:
+            raise CompileError(f"{self.specialisation} does not compile for {self.arch}: {_first_error(log)}", log)
+        parse_resources(log, self.kernel)
+        return cubin, log
 
 
 def _first_error(log: str) -> str:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moelet.graphs import buffers, kernels
-from moelet.graphs.compiler import CompileError
 from moelet.graphs.gemm_config import RANK_BLOCK
 from moelet.graphs.geometry import ROW_ALIGN
+from moelet.graphs.nvrtc import CompileError
 from moelet.graphs.packing import pack_a, pack_b_down, pack_b_gate_up
 from moelet.layer.layout import BLOCK_K, CHUNK, PackedShape, down_stored_rows, gate_up_stored_rows
 from static_asserts import check, constants_of

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
-from moelet.graphs import ahead, compiler, kernels, signal_actions
-from moelet.graphs.compiler import CompileError, Specialisation, compile_kernel, compile_kernels
+from moelet.graphs import ahead, kernels, signal_actions
+from moelet.graphs import nvrtc as library
+from moelet.graphs.compiler import Specialisation, compile_kernel, compile_kernels
 from moelet.graphs.cubins import CubinStore, unpack
+from moelet.graphs.nvrtc import CompileError
 from moelet.graphs.side_by_side import Halt, side_by_side
 from served_process import SOURCES, process
 
@@ -53,7 +55,7 @@ assert len(cubins) == 12
 SIGNAL_ACTIONS = """
 import ctypes, signal, sys
 from pathlib import Path
-from moelet.graphs import compiler
+from moelet.graphs import compiler, nvrtc
 from moelet.graphs.cubins import CubinStore
 class Action(ctypes.Structure):
     _fields_ = (
@@ -70,7 +72,7 @@ def tell():
 for number in (signal.SIGINT, signal.SIGTERM):  # a background job of a shell ignores the former
     signal.signal(number, lambda *_: None)
 if sys.argv[2]:
-    compiler.keeping_signal_actions = lambda work: work()
+    nvrtc.keeping_signal_actions = lambda work: work()
 tell()
 compiler.compile_kernel("small.cu", {"FACTOR": 2}, store=CubinStore(None), sources=Path(sys.argv[1]))
 tell()
@@ -107,7 +109,7 @@ def test_as_many_are_compiled_at_once_as_there_are_cores(
         return compile_program(*arguments)
 
     compile_program = nvrtc.nvrtcCompileProgram
-    monkeypatch.setattr(compiler.nvrtc, "nvrtcCompileProgram", compiled)
+    monkeypatch.setattr(nvrtc, "nvrtcCompileProgram", compiled)
     cubins = small(*range(6))
     assert len(threads) == 3
     assert list({cubin.origin for cubin in cubins.values()}) == ["compiled"]
@@ -142,7 +144,7 @@ def test_one_that_fails_calls_the_others_off(tmp_path: Path, monkeypatch: pytest
         return result
 
     compile_program = nvrtc.nvrtcCompileProgram
-    monkeypatch.setattr(compiler.nvrtc, "nvrtcCompileProgram", compiled)
+    monkeypatch.setattr(nvrtc, "nvrtcCompileProgram", compiled)
     with pytest.raises(CompileError) as caught:
         compile_kernels([SLOW, BROKEN], store=CubinStore(tmp_path / "kept"))
     assert ends == ["NVRTC_ERROR_COMPILATION", "NVRTC_ERROR_CANCELLED"]
@@ -212,9 +214,9 @@ def test_they_are_kept_until_the_work_has_ended_whatever_a_handler_raises(monkey
 
 @pytest.fixture
 def first_of_the_process() -> Iterator[None]:
-    compiler._compile_nothing.cache_clear()
+    library.knows_no_cache.cache_clear()
     yield
-    compiler._compile_nothing.cache_clear()
+    library.knows_no_cache.cache_clear()
 
 
 @pytest.mark.usefixtures("first_of_the_process")
@@ -226,9 +228,9 @@ def test_two_threads_that_compile_first_do_not_take_what_the_other_sets(monkeypa
         time.sleep(0.2)
         work()
 
-    monkeypatch.setattr(compiler, "keeping_signal_actions", keeping)
+    monkeypatch.setattr(library, "keeping_signal_actions", keeping)
     with ThreadPoolExecutor(2) as threads:
-        for begun in [threads.submit(compiler._begin_compiling) for _ in range(2)]:
+        for begun in [threads.submit(library.begin_compiling) for _ in range(2)]:
             begun.result()
     assert under_way == [0]
 
@@ -244,7 +246,7 @@ def test_where_there_is_no_compiler_one_sentence_says_so(
 
             return called
 
-    monkeypatch.setattr(compiler, "nvrtc", Absent())
+    monkeypatch.setattr(library, "nvrtc", Absent())
     assert ahead.main([str(tmp_path / "cubins")]) == 2
     told = capsys.readouterr().err
     assert told.startswith("the kernels were not compiled: the Python package nvidia-cuda-nvrtc is not installed")
