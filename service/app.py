@@ -11,11 +11,11 @@ from .body import BodyLimitMiddleware
 from .description import describe
 from .direct_loads import DirectLoads
 from .errors import install_error_handlers
+from .head import HeadAsGet
 from .keys import KeyMiddleware, Keys
 from .known_requests import AnyKnown, KnownRequests
 from .request_id import MadeIds, RequestIdMiddleware
-from .routes import adapters, forward, health, layers
-from .routes.put_adapter import PutAdapters
+from .routes import adapters, forward, health, layers, put_adapter
 from .service import MoeService
 from .v2.app import V2
 from .v2.direct import DirectInferences
@@ -39,8 +39,8 @@ def create_app(service: MoeService, *, max_body_bytes: int, keys: Keys | None = 
     request id as well.
     """
     keys, made = keys or Keys(), MadeIds()
-    v2 = V2(PutAdapters(routed(service, max_body_bytes, keys), service, max_body_bytes), service, max_body_bytes)
-    app: ASGIApp = BodyLimitMiddleware(v2, max_body_bytes)
+    v2 = V2(routed(service, max_body_bytes, keys), service, max_body_bytes)
+    app: ASGIApp = BodyLimitMiddleware(HeadAsGet(v2), max_body_bytes)
     app = RequestIdMiddleware(KeyMiddleware(app, keys) if keys else app, made, service.metrics.answered)
     inferences = DirectInferences(service, v2.inferences, keys, made, max_body_bytes)
     return Application(app, AnyKnown(inferences, DirectLoads(service, keys, made, max_body_bytes)))
@@ -59,9 +59,11 @@ def routed(service: MoeService, max_body_bytes: int, keys: Keys) -> FastAPI:
     app = FastAPI(title="moelet", version=__version__, lifespan=lifespan, redirect_slashes=False, redoc_url=None)
     app.state.service = service
     app.state.max_body_bytes = max_body_bytes
-    install_error_handlers(app)
     app.add_route(forward.PATH, forward.forward, methods=["POST"])
-    for part in (health, layers, adapters):
-        app.include_router(part.router)
+    app.add_route(put_adapter.PATH, put_adapter.put_adapter, methods=["PUT"])
+    routers = [part.router for part in (health, layers, adapters)]
+    install_error_handlers(app, [*app.routes, *(route for router in routers for route in router.routes)])
+    for router in routers:
+        app.include_router(router)
     app.openapi = lambda: app.openapi_schema or describe(app, keys)  # type: ignore[method-assign]
     return app

@@ -1,6 +1,6 @@
 """Turns every error into a status and a JSON body: one shape for all answers but 2xx, and under ``/v2`` its own."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match, Route
 
 from ..layer.errors import (
     AdapterBusyError,
@@ -147,8 +148,19 @@ def request_error(error: ValidationError) -> RequestError:
     return RequestError(*validation_sentence(list(error.errors(include_url=False))))
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Register the handlers that give every error of ``app`` its status and shape."""
+def listed(methods: Iterable[str]) -> str:
+    """``methods`` as ``Allow`` lists them; where there is ``GET`` there is ``HEAD``."""
+    methods = set(methods)
+    return ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
+
+
+def install_error_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Register the handlers that give every error of ``app`` its status and shape; ``routes`` are all that it has."""
+
+    def allowed(request: Request) -> str:
+        """What the path of ``request`` takes: Starlette names the methods of the first route there alone."""
+        there = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+        return listed(method for route in there if isinstance(route, Route) for method in route.methods or ())
 
     async def on_error(request: Request, error: Exception) -> Response:
         return response_for(error, request.scope["path"])
@@ -157,10 +169,12 @@ def install_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         path = request.scope["path"]
         where = f"{request.method} {path}"
-        message = {404: f"there is no {where} here", 405: f"{where} is not allowed here"}.get(
-            error.status_code, str(error.detail)
-        )
-        return error_response(error.status_code, message, headers=error.headers, path=path)
+        message, headers = str(error.detail), error.headers
+        if error.status_code == 404:
+            message = f"there is no {where} here; /docs lists what there is"
+        elif error.status_code == 405:
+            message, headers = f"{where} is not allowed here", {"Allow": allowed(request)}
+        return error_response(error.status_code, message, headers=headers, path=path)
 
     async def on_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)

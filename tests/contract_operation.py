@@ -43,7 +43,20 @@ class OperationContract(ContractFixtures):
         refused = service.client.get("/v1/layers/1/forward")
         assert_error(refused, 405, "GET")
         assert refused.headers["allow"] == "POST"
-        assert_error(service.client.patch("/v1/adapters/a"), 405, "PATCH")
+        refused = service.client.patch("/v1/adapters/a")
+        assert_error(refused, 405, "PATCH")
+        assert refused.headers["allow"] == "DELETE, GET, HEAD, PUT"
+        assert service.client.post("/docs").headers["allow"] == "GET, HEAD"
+
+    @pytest.mark.parametrize(
+        "path", ["/health", "/ready", "/metrics", "/v1/adapters", "/v1/nothing", "/openapi.json", "/v2", "/v2/models/x"]
+    )
+    def test_head_is_get_without_the_body(self, service: RunningService, path: str) -> None:
+        there, asked = service.client.get(path), service.client.head(path)
+        assert (asked.status_code, asked.content) == (there.status_code, b"")
+        assert asked.headers["content-type"] == there.headers["content-type"]
+        if path != "/metrics":  # which counts what asks for it
+            assert asked.headers["content-length"] == str(len(there.content))
 
     @pytest.mark.parametrize("path", ["/health", "/v1/nothing", "/v1/layers/1/forward"])
     def test_request_id(self, service: RunningService, path: str) -> None:

@@ -160,6 +160,7 @@ class V2Contract(ContractFixtures):
         refused = client.get(INFER)
         assert_v2_error(refused, 405, "GET")
         assert refused.headers["allow"] == "POST"
+        assert client.post("/v2/health/live").headers["allow"] == "GET, HEAD"
         assert_v2_error(client.post(INFER, content=b" " * (MAX_BODY_BYTES + 1)), 413, "1 MiB")
         sent = request({"hidden_states": hidden_states(1)})
         with service.engine.failing(EngineError("out of memory")):

@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...layer.errors import MoeletError
-from ..errors import error_response, response_for, speaks_v2
+from ..errors import error_response, listed, response_for, speaks_v2
 from ..service import MoeService
 from .exchange import Handler, Incoming, send_reply
 from .inference import Inferences
@@ -100,7 +100,7 @@ class _Paths:
             if names is not None:
                 if method in handlers:
                     return handlers[method], names
-                raise HTTPException(405, f"{method} {path} is not allowed here", {"Allow": ", ".join(handlers)})
+                raise HTTPException(405, f"{method} {path} is not allowed here", {"Allow": listed(handlers)})
         raise HTTPException(404, f"there is no {method} {path} here")
 
 
