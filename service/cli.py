@@ -83,7 +83,7 @@ def ending_on_signals() -> Iterator[None]:
 @app.callback()
 def moelet(
     _version: Annotated[
-        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", metavar="", callback=print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Serve mixture-of-experts layers with hot-swappable LoRA adapters."""
@@ -177,7 +177,7 @@ def inspect(
     max_lora_rank: Annotated[
         int, typer.Option(parser=count_of, metavar="INTEGER", help="Largest rank of an adapter.")
     ] = 64,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")] = False,
 ) -> int:
     """Tell what a checkpoint or adapter is, layer by layer, without serving it."""
     from ..layer.errors import MoeletError

@@ -157,7 +157,8 @@ def pairs(facts: Mapping[str, Any]) -> Table:
 
 def table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     """``rows``, all of the same keys."""
-    shown = Table(title=title, title_justify="left", box=SIMPLE, show_header=any(name.strip() for name in rows[0]))
+    heading = any(name.strip() for name in rows[0])
+    shown = Table(title=title, title_justify="left", box=SIMPLE, show_header=heading, collapse_padding=True)
     for name in rows[0]:
         shown.add_column(words(name), overflow="fold")
     for row in rows:
@@ -171,7 +172,9 @@ def words(name: str) -> str:
 
 
 def told(name: str, value: Any) -> str:
-    """A value for people: bytes in binary units, lists joined."""
+    """A value for people: bytes in binary units, lists joined, yes or no."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if name == "bytes" or name.endswith("_bytes"):
         return human_bytes(value)
     if isinstance(value, (list, tuple)):

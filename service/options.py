@@ -16,16 +16,16 @@ def path_of(text: str) -> Path:
 Checkpoint = Annotated[
     Path | None, typer.Argument(parser=path_of, metavar="CHECKPOINT", help="Folder of a Hugging Face checkpoint.")
 ]
-Demo = Annotated[bool | None, typer.Option("--demo", help="Serve a small checkpoint and two adapters.")]
-Host = Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")]
+Demo = Annotated[bool | None, typer.Option("--demo", metavar="", help="Serve a small checkpoint and two adapters.")]
+Host = Annotated[str | None, typer.Option(metavar="ADDRESS", help="Address to listen on (127.0.0.1).")]
 Port = Annotated[str | None, typer.Option(metavar="INTEGER", help="Port to listen on, 0 for any free one (8000).")]
 Uds = Annotated[
     Path | None,
     typer.Option(parser=path_of, metavar="PATH", help="Unix socket to listen on, instead of host and port."),
 ]
-Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N (auto).")]
-Layers = Annotated[str | None, typer.Option(help="MoE layers to serve, such as 0-3,7 (all).")]
-ServedModelName = Annotated[str | None, typer.Option(help="Name of the model (the folder's).")]
+Device = Annotated[str | None, typer.Option(metavar="DEVICE", help="auto, cpu, cuda or cuda:N (auto).")]
+Layers = Annotated[str | None, typer.Option(metavar="NUMBERS", help="MoE layers to serve, such as 0-3,7 (all).")]
+ServedModelName = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the model (the folder's).")]
 Adapter = Annotated[list[str] | None, typer.Option(metavar="NAME=PATH", help="Adapter to load; repeatable.")]
 AdapterRoot = Annotated[
     list[Path] | None,
@@ -35,10 +35,12 @@ MaxLoras = Annotated[str | None, typer.Option(metavar="INTEGER", help="Adapter s
 MaxCpuLoras = Annotated[str | None, typer.Option(metavar="INTEGER", help="Adapters loaded at most (32).")]
 MaxLoraRank = Annotated[str | None, typer.Option(metavar="INTEGER", help="Largest rank of an adapter (64).")]
 MaxDecodeTokens = Annotated[str | None, typer.Option(metavar="INTEGER", help="GPU: largest captured batch (256).")]
-DecodeShapes = Annotated[str | None, typer.Option(help="GPU: batch sizes to capture, such as 1,2,4.")]
+DecodeShapes = Annotated[
+    str | None, typer.Option(metavar="NUMBERS", help="GPU: batch sizes to capture, such as 1,2,4.")
+]
 Plan = Annotated[
     str | None,
-    typer.Option(help="GPU: auto, fused, single_stream, two_stream or two_stream_overlap_down (auto)."),
+    typer.Option(metavar="PLAN", help="GPU: auto, fused, single_stream, two_stream or two_stream_overlap_down (auto)."),
 ]
 MaxBatchTokens = Annotated[
     str | None, typer.Option(metavar="INTEGER", help="Tokens computed together (GPU: the decode limit; CPU: 256).")
@@ -63,5 +65,7 @@ MaxBodyMb = Annotated[str | None, typer.Option(metavar="NUMBER", help="Largest r
 BodyTimeoutS = Annotated[
     str | None, typer.Option(metavar="NUMBER", help="Time for a request to arrive whole, in seconds (20).")
 ]
-LogFormat = Annotated[str | None, typer.Option(help="text or json (text).")]
-LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error (info).")]
+LogFormat = Annotated[str | None, typer.Option(metavar="FORMAT", help="text or json (text).")]
+LogLevel = Annotated[
+    str | None, typer.Option(metavar="LEVEL", help="debug, info, warning or error (info).")
+]

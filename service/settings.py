@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from ..layer.errors import ConfigurationError
@@ -44,6 +44,11 @@ def known_device(value: str) -> str:
 def comma_separated(value: Any) -> Any:
     """A string split at commas; anything else as it is."""
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+def lowered(value: Any) -> Any:
+    """A string in lower case, for those who write levels as Python does; anything else as it is."""
+    return value.lower() if isinstance(value, str) else value
 
 
 def paths(value: Any) -> Any:
@@ -110,7 +115,7 @@ class Settings(BaseSettings):
     max_cpu_loras: int = Field(32, ge=1)
     max_lora_rank: int = Field(64, ge=1, le=4096)
     max_decode_tokens: int = Field(256, ge=1)
-    decode_shapes: Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(comma_separated)] = None
+    decode_shapes: Annotated[tuple[PositiveInt, ...] | None, NoDecode, BeforeValidator(comma_separated)] = None
     plan: Plan = "auto"
     max_batch_tokens: int | None = Field(None, ge=1)
     max_queue: int = Field(1024, ge=1)
@@ -122,7 +127,7 @@ class Settings(BaseSettings):
     max_body_mb: float = Field(64.0, gt=0, le=MOST_MB)
     body_timeout_s: float = Field(20.0, gt=0, le=86400)
     log_format: LogFormat = "text"
-    log_level: LogLevel = "info"
+    log_level: Annotated[LogLevel, BeforeValidator(lowered)] = "info"
 
     @model_validator(mode="after")
     def _one_checkpoint(self) -> Self:
@@ -184,6 +189,8 @@ def _sentence(error: ValidationError, given: dict[str, Any]) -> str:
     if name in SECRETS:
         return f"{_option(name) if name in given else variable}: {text}"
     value = given.get(name, os.environ.get(variable))
+    if isinstance(value, list):
+        value = ", ".join(map(str, value))
     where = _option(name) if name in given else variable
     hint = ""
     if name not in given and str(value).startswith("tcp://"):

@@ -2,13 +2,15 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from ..graphs.packed import PackedAdapter, Packer
 from ..layer.adapter import Adapter
+from ..layer.adapter_files import AdapterFolder
 from ..layer.adapter_loading import load_adapter
 from ..layer.adapter_version import check_name
 from ..layer.checkpoint import open_checkpoint
@@ -67,8 +69,10 @@ def open_service(settings: Settings, beside: Callable[..., ReadingProcess | None
     """
     if unknown := unknown_variables():
         log.warning("these variables of the environment are not known and do nothing: %s", ", ".join(unknown))
-    for name, _ in settings.adapter:
+    for name, path in settings.adapter:
         check_name(name, "adapter")
+        with told_at_start(name, path):  # before layers are loaded, which may take minutes
+            AdapterFolder(path).read_config()
     found = sources(settings)
     if (wanted := len(found.adapters)) > settings.max_cpu_loras:
         raise ConfigurationError(
@@ -98,7 +102,8 @@ def open_service(settings: Settings, beside: Callable[..., ReadingProcess | None
         )
         try:
             for name, path in steps(found.adapters, "loading adapters", report):
-                load_at_start(service, name, path)
+                with told_at_start(name, path):
+                    service.adapters.load_at_start(name, path)
         except BaseException:
             service.close()
             raise
@@ -130,9 +135,10 @@ def limits_of(settings: Settings) -> Limits:
     )
 
 
-def load_at_start(service: MoeService, name: str, path: Path) -> None:
-    """Load one adapter of the command line. Raises ``ConfigurationError`` naming it."""
+@contextmanager
+def told_at_start(name: str, path: Path) -> Iterator[None]:
+    """Raise ``ConfigurationError`` where the adapter ``name`` of the command line cannot be loaded from ``path``."""
     try:
-        service.adapters.load_at_start(name, path)
+        yield
     except (AdapterError, OSError) as error:
         raise ConfigurationError(f"the adapter {name} cannot be loaded from {path}: {error}") from error

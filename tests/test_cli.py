@@ -106,6 +106,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["serve", "absent", "--device", "tpu"], ("--device", "auto, cpu, cuda or cuda:N", "tpu")),
         (["serve", "absent", "--adapter-root", "/absent"], ("--adapter-root", "/absent")),
         (["serve", "absent", "--adapter", "a b=/x"], ("'a b'",)),
+        (["serve", "absent", "--adapter", "a=/nowhere"], ("the adapter a cannot be loaded from /nowhere",)),
         (["serve", "absent", "--host", "not an address"], ("--host", "not an address")),
         (["serve", "absent", "--uds", "/absent/socket"], ("--uds", "/absent/socket")),
         (["serve", "absent", "--host", "a..b"], ("--host", "a..b")),

@@ -87,6 +87,12 @@ def test_lists_from_the_environment_are_separated_by_commas(monkeypatch: pytest.
     assert settings.decode_shapes == (1, 2, 4)
 
 
+def test_levels_may_be_written_as_python_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOELET_LOG_LEVEL", "WARNING")
+    assert read().log_level == "warning"
+    assert read(log_level="Debug").log_level == "debug"
+
+
 def test_lists_from_options() -> None:
     settings = read(adapter=["a=/x,y"], adapter_root=[Path("/r,s")], layers="3")
     assert settings.adapter == (("a", Path("/x,y")),)
@@ -123,6 +129,8 @@ def test_lists_from_options() -> None:
         ({"plan": "fast"}, ("--plan", "two_stream", "'fast'")),
         ({"log_level": "loud"}, ("--log-level", "debug")),
         ({"decode_shapes": "1,x"}, ("--decode-shapes", "integer")),
+        ({"decode_shapes": "1,0"}, ("--decode-shapes", "greater than 0", "got '1,0'")),
+        ({"adapter": ["a=b", "c"]}, ("--adapter", "NAME=PATH", "got 'a=b, c'")),
         ({"adapter_root": "/x,"}, ("--adapter-root", "none of them empty", "'/x,'")),
         ({"checkpoint": None}, ("CHECKPOINT", "--demo")),
         ({"demo": True}, ("CHECKPOINT", "--demo", "not both")),
