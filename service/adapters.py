@@ -27,6 +27,9 @@ Later = Callable[[Callable[[], None]], None]
 MOST_LOADS = 256
 """Loads under way at a time. They are read one by one, and go on where their clients leave."""
 
+UNLOAD_TIMEOUT_S = 30.0
+"""How long an unload that does not say otherwise waits for requests that hold the adapter."""
+
 CLEAR_S = 0.25
 """So long the slot of a version that is gone may hold what it held: mostly the next version takes it by then."""
 

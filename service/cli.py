@@ -83,7 +83,10 @@ def ending_on_signals() -> Iterator[None]:
 @app.callback()
 def moelet(
     _version: Annotated[
-        bool, typer.Option("--version", metavar="", callback=print_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", metavar="", callback=print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Serve mixture-of-experts layers with hot-swappable LoRA adapters."""

@@ -18,16 +18,17 @@ MOST_DIMENSIONS = 8
 """Of nested lists, how many levels are told when they are too many."""
 
 
-def load_object(body: bytes) -> dict[str, Any]:
-    """A JSON object; bare ``NaN``, ``Infinity`` and ``-Infinity`` are numbers. Raises ``RequestError``."""
+def load_object(text: bytes, what: str = "the body") -> dict[str, Any]:
+    """The JSON object in ``text``, which a client knows as ``what``; bare ``NaN``, ``Infinity`` and ``-Infinity`` are
+    numbers. Raises ``RequestError``."""
     try:
-        value = _load(body)
+        value = _load(text)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
+        raise RequestError(f"{what} is not valid JSON: {error}") from None
     except ValueError:  # Python's bound on what it makes an int of
-        raise RequestError("the body has a number of more digits than any float has") from None
+        raise RequestError(f"{what} has a number of more digits than any float has") from None
     if not isinstance(value, dict):
-        raise RequestError(f"the body should be a JSON object, got {kind(value)}")
+        raise RequestError(f"{what} should be a JSON object, got {kind(value)}")
     return value
 
 

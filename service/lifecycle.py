@@ -63,9 +63,13 @@ class Lifecycle:
         """Raise ``EngineFailedError`` or ``UnavailableError`` unless new work may come."""
         if self.ready:
             return
+        self.check_alive()
+        raise UnavailableError(f"the service is {self.state} and takes no new work")
+
+    def check_alive(self) -> None:
+        """Raise ``EngineFailedError`` once the engine has failed for good."""
         if self.failure is not None:
             raise EngineFailedError(f"the engine failed for good and the service must be restarted: {self.failure}")
-        raise UnavailableError(f"the service is {self.state} and takes no new work")
 
     def admit(self) -> AbstractContextManager[None]:
         """``enter`` and ``leave`` as a context."""

@@ -66,6 +66,4 @@ BodyTimeoutS = Annotated[
     str | None, typer.Option(metavar="NUMBER", help="Time for a request to arrive whole, in seconds (20).")
 ]
 LogFormat = Annotated[str | None, typer.Option(metavar="FORMAT", help="text or json (text).")]
-LogLevel = Annotated[
-    str | None, typer.Option(metavar="LEVEL", help="debug, info, warning or error (info).")
-]
+LogLevel = Annotated[str | None, typer.Option(metavar="LEVEL", help="debug, info, warning or error (info).")]

@@ -92,7 +92,7 @@ def open_service(settings: Settings, beside: Callable[..., ReadingProcess | None
     device = choose_device(settings.device)
     if device == "cpu" and settings.changed_gpu_options:
         log.warning("serving on the CPU, where %s does nothing", " and ".join(settings.changed_gpu_options))
-    way = int(device != "cpu")
+    way = int(device != "cpu")  # known only now: to ask for a GPU is to use it, and what was forked may not find it so
     if reading is not None:
         reading.way = way
     with shown() as report:

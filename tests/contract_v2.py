@@ -267,19 +267,22 @@ class V2Contract(ContractFixtures):
         assert service.records() == []
 
     @pytest.mark.parametrize(
-        ("model", "config", "status"),
+        ("model", "config", "status", "said"),
         [
-            ("a", '{"lora_path": "absent"}', 404),
-            ("a", '{"lora_path": "../outside"}', 403),
-            ("a", '{"lora_path": "dora"}', 400),
-            ("a", '{"lora_path": "good", "pinned": 1}', 400),
-            ("a", '{"lora_path": "good"', 400),
-            ("a", {"lora_path": "good"}, 400),
-            (".a", '{"lora_path": "good"}', 400),
-            ("layers.1", '{"lora_path": "good"}', 400),
+            ("a", '{"lora_path": "absent"}', 404, "no adapter found at absent"),
+            ("a", '{"lora_path": "../outside"}', 403, "../outside lies outside"),
+            ("a", '{"lora_path": "dora"}', 400, "use_dora"),
+            ("a", '{"lora_path": "good", "pinned": 1}', 400, "pinned should be a boolean"),
+            ("a", '{"lora_path": "good"', 400, "the parameter config is not valid JSON"),
+            ("a", '["good"]', 400, "the parameter config should be a JSON object, got a list"),
+            ("a", {"lora_path": "good"}, 400, "the parameter config should be a string"),
+            (".a", '{"lora_path": "good"}', 400, "must match"),
+            ("layers.1", '{"lora_path": "good"}', 400, "layers.1 is a layer"),
         ],
     )
-    def test_loads_that_are_refused(self, service: RunningService, model: str, config: Any, status: int) -> None:
+    def test_loads_that_are_refused(
+        self, service: RunningService, model: str, config: Any, status: int, said: str
+    ) -> None:
         path = f"/v2/repository/models/{model}/load"
-        assert_v2_error(service.client.post(path, json={"parameters": {"config": config}}), status)
+        assert_v2_error(service.client.post(path, json={"parameters": {"config": config}}), status, said)
         assert service.records() == []

@@ -7,12 +7,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
 from ...layer.adapter_version import check_name
+from ..adapters import UNLOAD_TIMEOUT_S
 from ..schemas import AdapterList, AdapterRecord, LoadLoraAdapter, UnloadLoraAdapter
 from .access import errors, read_body, service_of, takes
 
 router = APIRouter(tags=["adapters"])
 
-UNLOAD_TIMEOUT_S = 30.0
 Timeout = Annotated[float, Query(ge=0, le=600, description="how long to wait for requests that hold the adapter")]
 
 

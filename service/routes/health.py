@@ -5,7 +5,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from ...layer.errors import EngineFailedError
 from ..schemas import State
 from .access import errors, service_of
 
@@ -16,8 +15,7 @@ router = APIRouter(tags=["operation"])
 async def health(request: Request) -> State:
     """200 while the process can serve; 503 once its engine has failed for good."""
     lifecycle = service_of(request).lifecycle
-    if lifecycle.failure is not None:
-        raise EngineFailedError(f"the engine failed for good and the service must be restarted: {lifecycle.failure}")
+    lifecycle.check_alive()
     return State.model_validate({"status": lifecycle.state})
 
 

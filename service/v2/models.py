@@ -4,7 +4,7 @@ from typing import Any
 
 from ... import __version__
 from ...layer.adapter_version import AdapterVersion
-from ...layer.errors import EngineFailedError, LayerNotServedError
+from ...layer.errors import LayerNotServedError
 from ...layer.spec import LayerSpec, ranges
 from ..service import MoeService
 from .codec import MODEL_VERSION
@@ -38,9 +38,7 @@ class Models:
 
     async def live(self, _incoming: Incoming) -> Reply:
         """``GET /v2/health/live``: 503 once the engine has failed for good."""
-        failure = self._service.lifecycle.failure
-        if failure is not None:
-            raise EngineFailedError(f"the engine failed for good and the service must be restarted: {failure}")
+        self._service.lifecycle.check_alive()
         return json_reply({"live": True})
 
     async def ready(self, _incoming: Incoming) -> Reply:

@@ -4,6 +4,7 @@ from typing import Any
 
 from ...layer.adapter_version import check_name
 from ...layer.errors import RequestError
+from ..adapters import UNLOAD_TIMEOUT_S
 from ..json_arrays import kind, load_object
 from ..service import MoeService
 from .bodies import read_body
@@ -12,7 +13,6 @@ from .exchange import Incoming, Reply, json_reply
 from .header import shown
 from .models import Models
 
-UNLOAD_TIMEOUT_S = 30.0
 EXAMPLE = '{"parameters": {"config": "{\\"lora_path\\": \\"FOLDER\\"}"}}'
 
 
@@ -79,9 +79,9 @@ def _source(parameters: dict[str, Any]) -> tuple[str, bool | None]:
     if not isinstance(config, str):
         raise RequestError(f"the parameter config should be a string, as in {EXAMPLE}, got {kind(config)}", "config")
     try:
-        sent = load_object(config.encode())
-    except (RequestError, UnicodeEncodeError) as error:
-        raise RequestError(f"the parameter config should be JSON in a string: {error}", "config") from None
+        sent = load_object(config.encode(), "the parameter config")
+    except UnicodeEncodeError:
+        raise RequestError("the parameter config is not Unicode: it has a lone surrogate", "config") from None
     path, pinned = sent.get("lora_path"), sent.get("pinned")
     if not isinstance(path, str):
         raise RequestError(f"lora_path should be a string in config, as in {EXAMPLE}, got {kind(path)}", "lora_path")
