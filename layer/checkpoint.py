@@ -15,7 +15,7 @@ from .families import Family, check_config, config_notes, family_of, layer_specs
 from .naming import PREFIXES, Piece, find_block, group_by_layer, layer_pieces
 from .shards import Shards, StoredTensor, is_file, is_folder, read_json
 from .spec import LayerSpec, ModelSpec, ranges
-from .weights import LayerWeights
+from .weights import LayerWeights, shapes
 
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
@@ -100,24 +100,12 @@ class _LayerPlan:
         layer = f"{block.rsplit('.', 2)[0]}."
         self.stored = shards.describe(key for key in keys[layer] if key.startswith(block))
         self.pieces = layer_pieces(spec, family, block, self.stored)
-        self.tensors = {
-            piece.target: (_shape(piece.target, spec), _dtype(piece.target, self.stored[piece.key]))
-            for piece in self.pieces
-        }
-
-
-def _shape(target: str, spec: LayerSpec) -> tuple[int, ...]:
-    experts, hidden, width = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
-    shared = spec.shared_intermediate_size
-    return {
-        "gate_up": (experts, 2 * width, hidden),
-        "down": (experts, hidden, width),
-        "router": (spec.num_experts, hidden),
-        "correction_bias": (spec.num_experts,),
-        "shared_gate_up": (2 * shared, hidden),
-        "shared_down": (hidden, shared),
-        "shared_gate": (1, hidden),
-    }[target]
+        self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        wanted = shapes(spec)
+        for piece in self.pieces:
+            shape = wanted[piece.target]
+            assert shape is not None, f"{piece.target} has pieces, and layer {spec.index} has no such tensor"
+            self.tensors[piece.target] = shape, _dtype(piece.target, self.stored[piece.key])
 
 
 def _dtype(target: str, stored: StoredTensor) -> torch.dtype:

@@ -1,5 +1,6 @@
 """The tensors of one MoE layer, in the one canonical form that everything else packs or reads."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -34,18 +35,7 @@ class LayerWeights:
 
     def check(self, spec: LayerSpec) -> None:
         """Raise ``UnsupportedCheckpointError`` unless every tensor has the shape ``spec`` demands."""
-        experts, hidden, inter = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
-        shared = spec.shared_intermediate_size if spec.holds_shared_experts else 0
-        wanted: dict[str, tuple[int, ...] | None] = {
-            "gate_up": (experts, 2 * inter, hidden),
-            "down": (experts, hidden, inter),
-            "router": (spec.num_experts, hidden),
-            "correction_bias": (spec.num_experts,) if spec.routing.has_correction_bias else None,
-            "shared_gate_up": (2 * shared, hidden) if shared else None,
-            "shared_down": (hidden, shared) if shared else None,
-            "shared_gate": (1, hidden) if shared and spec.shared_gated else None,
-        }
-        for name, shape in wanted.items():
+        for name, shape in shapes(spec).items():
             tensor: Tensor | None = getattr(self, name)
             found = None if tensor is None else tuple(tensor.shape)
             if found != shape:
@@ -56,3 +46,18 @@ class LayerWeights:
         """Bytes of all tensors together."""
         tensors = (getattr(self, name) for name in self.__slots__)
         return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+
+
+def shapes(spec: LayerSpec) -> Mapping[str, tuple[int, ...] | None]:
+    """What shape each tensor of ``LayerWeights`` has in a layer of ``spec``; None for those that it has not got."""
+    experts, hidden, width = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
+    shared = spec.shared_intermediate_size if spec.holds_shared_experts else 0
+    return {
+        "gate_up": (experts, 2 * width, hidden),
+        "down": (experts, hidden, width),
+        "router": (spec.num_experts, hidden),
+        "correction_bias": (spec.num_experts,) if spec.routing.has_correction_bias else None,
+        "shared_gate_up": (2 * shared, hidden) if shared else None,
+        "shared_down": (hidden, shared) if shared else None,
+        "shared_gate": (1, hidden) if shared and spec.shared_gated else None,
+    }
