@@ -13,7 +13,7 @@ from ..layer.adapter import Adapter
 from ..layer.adapter_files import AdapterFolder
 from ..layer.adapter_loading import load_adapter
 from ..layer.adapter_version import check_name
-from ..layer.checkpoint import open_checkpoint
+from ..layer.checkpoint import Checkpoint, open_checkpoint
 from ..layer.demo import NAME, write_demo
 from ..layer.errors import AdapterError, ConfigurationError, MoeletError
 from ..layer.spec import ModelSpec, ranges
@@ -48,6 +48,23 @@ def cache_folder() -> Path:
 
 
 def sources(settings: Settings) -> Sources:
+    """What ``settings`` name, looked for before layers are loaded, which may take minutes.
+
+    Raises ``MoeletError`` for an adapter that is not there, or more of them than may be loaded.
+    """
+    for name, path in settings.adapter:
+        check_name(name, "adapter")
+        with told_at_start(name, path):
+            AdapterFolder(path).read_config()
+    found = named(settings)
+    if (wanted := len(found.adapters)) > settings.max_cpu_loras:
+        raise ConfigurationError(
+            f"--max-cpu-loras {settings.max_cpu_loras} is too few: {wanted} adapters load at start"
+        )
+    return found
+
+
+def named(settings: Settings) -> Sources:
     """What ``settings`` name; with ``--demo`` the demo is written first, and its adapters come before others."""
     if not settings.demo:
         assert settings.checkpoint is not None
@@ -69,23 +86,9 @@ def open_service(settings: Settings, beside: Callable[..., ReadingProcess | None
     """
     if unknown := unknown_variables():
         log.warning("these variables of the environment are not known and do nothing: %s", ", ".join(unknown))
-    for name, path in settings.adapter:
-        check_name(name, "adapter")
-        with told_at_start(name, path):  # before layers are loaded, which may take minutes
-            AdapterFolder(path).read_config()
     found = sources(settings)
-    if (wanted := len(found.adapters)) > settings.max_cpu_loras:
-        raise ConfigurationError(
-            f"--max-cpu-loras {settings.max_cpu_loras} is too few: {wanted} adapters load at start"
-        )
     roots = AdapterRoots(found.roots)
-    try:
-        checkpoint = open_checkpoint(found.checkpoint, layers=settings.layers, name=settings.served_model_name)
-    except MoeletError:
-        choose_device(settings.device)  # a device that cannot be used is told of first
-        raise
-    for note in checkpoint.notes:
-        log.info("checkpoint: %s", note)
+    checkpoint = open_base(settings, found.checkpoint)
     model = checkpoint.model
     readers = readers_of(settings, model)
     reading = beside(*readers, roots=roots) if beside is not None and found.roots else None
@@ -109,6 +112,18 @@ def open_service(settings: Settings, beside: Callable[..., ReadingProcess | None
             raise
     log.info("layers %s of %s on %s", ranges(model.layers), model.name, device)
     return service
+
+
+def open_base(settings: Settings, path: Path) -> Checkpoint:
+    """The checkpoint at ``path``, its headers read, and no weights yet. Raises ``MoeletError``."""
+    try:
+        checkpoint = open_checkpoint(path, layers=settings.layers, name=settings.served_model_name)
+    except MoeletError:
+        choose_device(settings.device)  # a device that cannot be used is told of first
+        raise
+    for note in checkpoint.notes:
+        log.info("checkpoint: %s", note)
+    return checkpoint
 
 
 def readers_of(settings: Settings, model: ModelSpec) -> tuple[AdapterReader, AdapterReader]:

@@ -43,8 +43,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"moelet {moelet.__version__}\n"
 
 
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
+@pytest.mark.parametrize("asked", ["--help", "-h"])
+def test_help_names_every_command(asked: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([asked]) == 0
     told = capsys.readouterr().out
     assert all(command in told for command in ("serve", "demo", "inspect"))
 
