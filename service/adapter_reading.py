@@ -19,7 +19,7 @@ raises ``AdapterError``."""
 
 ANYWHERE = Path("/")
 
-Read = tuple[str, KeptAdapter]
+Found = tuple[str, KeptAdapter]
 """The folder that a client meant, all links resolved, and the adapter in it."""
 
 
@@ -39,7 +39,7 @@ class ReadsBeside(Protocol):
     def here(self) -> AdapterReader:
         """The same reader without the process."""
 
-    async def for_client(self, sent: str, param: str) -> Read:
+    async def for_client(self, sent: str, param: str) -> Found:
         """As ``ClientReader``. Raises what that does, what is wrong with the process, and ``NobodyBesideError``."""
 
     def __call__(self, folder: Path, root: Path) -> KeptAdapter:
@@ -54,7 +54,7 @@ class ClientReader:
         self._roots = roots
         self._read = read
 
-    def __call__(self, sent: str, param: str) -> Read:
+    def __call__(self, sent: str, param: str) -> Found:
         """The folder and the adapter. Raises ``RequestError`` and every ``AdapterError``, which name the folder as the
         client did."""
         folder, root = self._roots.resolve(sent, param)
@@ -82,7 +82,7 @@ class AdapterReading:
         with told_of_memory(str(folder)):
             return self._read(folder, ANYWHERE).at(folder)
 
-    async def for_client(self, sent: str, param: str) -> Read:
+    async def for_client(self, sent: str, param: str) -> Found:
         """As ``ClientReader``.
 
         Raises ``RequestError``, every ``AdapterError``, ``ReaderDiedError``, and ``UnavailableError`` where no file can

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..layer.errors import MoeletError, RequestError
 
-HEADER = "X-Request-Timeout-Ms"
+TIMEOUT_HEADER = "X-Request-Timeout-Ms"
 MILLISECONDS = re.compile(r"\d{1,300}(\.\d{1,300})?", re.ASCII)
 
 
@@ -60,8 +60,8 @@ class Timeouts:
         if sent is None:
             return self.longest_s
         if MILLISECONDS.fullmatch(sent) is None or (milliseconds := float(sent)) == 0:
-            wanted = f"{HEADER} should be milliseconds above 0 in plain decimals, such as 250 or 0.5"
-            raise RequestError(f"{wanted}, got {sent!r}", HEADER)
+            wanted = f"{TIMEOUT_HEADER} should be milliseconds above 0 in plain decimals, such as 250 or 0.5"
+            raise RequestError(f"{wanted}, got {sent!r}", TIMEOUT_HEADER)
         return min(milliseconds * 1e-3, self.longest_s)
 
     def after(self, seconds: float) -> Deadline:

@@ -16,7 +16,7 @@ from .errors import response_for
 from .keys import Keys
 from .known_requests import Body, Write, header_lines
 from .plain_head import Head, UnusualError
-from .request_id import HEADER, MadeIds, access, current_request_id, log_access, naming, sent_id
+from .request_id import ID_HEADER, MadeIds, access, current_request_id, log_access, naming, sent_id
 from .routes.access import checked
 from .routes.put_adapter import BEFORE_NAME, put
 from .schemas import PutAdapter
@@ -100,7 +100,7 @@ class DirectLoad:
             headers = b"content-length: %d\r\ncontent-type: application/json\r\n" % len(record)
         except Exception as error:  # noqa: BLE001 - it is answered too
             record, status, headers = self._refusal(error)
-        loading.end(status, b"%b%b: %b\r\n\r\n" % (headers, HEADER, request_id), [record])
+        loading.end(status, b"%b%b: %b\r\n\r\n" % (headers, ID_HEADER, request_id), [record])
         service.later(partial(self._answered, status, request_id, time.monotonic() - came))
 
     def _refusal(self, error: Exception) -> tuple[bytes, int, bytes]:

@@ -1,4 +1,4 @@
-"""What the process that reads adapters does: it starts readers, each as new as itself, and they read what is asked."""
+"""The processes beside a service: one starts readers, each as new as itself, and a reader reads what it is asked."""
 
 import ctypes
 import gc
@@ -17,7 +17,7 @@ import torch
 
 from ..layer.adapter import KeptAdapter
 from . import parcels
-from .adapter_reading import Read
+from .adapter_reading import Found
 from .adapter_roots import LONGEST_PATH
 
 log = logging.getLogger(__name__)
@@ -28,8 +28,8 @@ OOM_SCORE = b"500"
 """Where the host runs out of memory, a load should fail and not the service."""
 NICENESS = 5
 """Where there are few cores, forwards go first."""
-Work = Callable[[str, str], KeptAdapter | Read]
-"""What a question is answered by, of two texts."""
+Job = Callable[[str, str], KeptAdapter | Found]
+"""What a question asks for by number: two texts to an adapter, and with it the folder where a client's path led."""
 _SET_DEATH_SIGNAL, _SET_NAME = 1, 15
 _LAST_OF_STDIO = 2
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -56,7 +56,8 @@ def fork() -> int:
 
 
 def be(work: Callable[[], None], parent: int, connection: socket.socket) -> NoReturn:
-    """Be a process that does ``work`` over ``connection``, ends with its parent; it was made by ``fork``."""
+    """Be the process that ``fork`` made: do ``work`` over ``connection``, with nothing else of the parent's open, and
+    end with it at the latest."""
     code = 1
     try:
         libc = ctypes.CDLL(None)
@@ -81,13 +82,13 @@ def _close_others(kept: int) -> None:
                 os.close(file)
 
 
-def supervise(connection: socket.socket, works: Sequence[Work]) -> None:
+def supervise(connection: socket.socket, jobs: Sequence[Job]) -> None:
     """Start readers until one ends of itself: the service has closed its end of ``connection``, or the reader may not
     do here what it has to. The service learns that from the end of this process."""
     while True:
         supervisor = os.getpid()
         if (pid := fork()) == 0:
-            be(partial(_serve, connection, works), supervisor, connection)
+            be(partial(_serve, connection, jobs), supervisor, connection)
         _, status = os.waitpid(pid, 0)
         if not os.WIFSIGNALED(status) or os.WTERMSIG(status) == signal.SIGSYS:
             return
@@ -100,7 +101,7 @@ def killed(number: int) -> bytes:
     return f"killed by signal {int(number)}".encode()
 
 
-def _serve(connection: socket.socket, works: Sequence[Work]) -> None:
+def _serve(connection: socket.socket, jobs: Sequence[Job]) -> None:
     """Read adapters until nobody can ask any more, or be told."""
     gc.freeze()
     _prefer_as_victim()
@@ -108,8 +109,8 @@ def _serve(connection: socket.socket, works: Sequence[Work]) -> None:
     torch.set_num_threads(1)
     trim = ctypes.CDLL(None).malloc_trim
     while message := connection.recv(LONGEST_MESSAGE):
-        number, work, *what = message.split(b"\0")
-        file, letter = _outcome(partial(works[int(work)], *map(os.fsdecode, what)))
+        number, job, *what = message.split(b"\0")
+        file, letter = _outcome(partial(jobs[int(job)], *map(os.fsdecode, what)))
         try:
             socket.send_fds(connection, [b"%b %b" % (number, letter)], [file])
         except ConnectionError:  # the service was ended while it started
@@ -119,10 +120,10 @@ def _serve(connection: socket.socket, works: Sequence[Work]) -> None:
         trim(0)  # what an adapter took, which may be gigabytes, is the host's again
 
 
-def _outcome(work: Callable[[], KeptAdapter | Read]) -> tuple[int, bytes]:
-    """What ``work`` gives, or the error it ends in, as ``parcels.pack`` puts it."""
+def _outcome(job: Callable[[], KeptAdapter | Found]) -> tuple[int, bytes]:
+    """What ``job`` gives, or the error it ends in, as ``parcels.pack`` puts it."""
     try:
-        return parcels.pack(work())
+        return parcels.pack(job())
     except Exception as error:  # noqa: BLE001 - whoever asked raises it
         return parcels.pack(error)
 

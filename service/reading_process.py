@@ -1,4 +1,4 @@
-"""A process of its own for reading adapters, so that the interpreter that answers requests has no part in that."""
+"""The service's end of the process that reads adapters, so that the interpreter that answers requests need not."""
 
 import asyncio
 import errno
@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from ..layer.adapter import KeptAdapter
 from . import parcels
-from .adapter_reading import AdapterReader, ClientReader, NobodyBesideError, Read, ReaderDiedError
+from .adapter_reading import AdapterReader, ClientReader, Found, NobodyBesideError, ReaderDiedError
 from .adapter_roots import AdapterRoots
-from .readers import LONGEST_MESSAGE, Work, be, fork, killed, supervise
+from .readers import LONGEST_MESSAGE, Job, be, fork, killed, supervise
 from .unmapping import Unmapping
 
 log = logging.getLogger(__name__)
@@ -30,8 +30,9 @@ _ONE_FILE = socket.CMSG_LEN(4)
 PATIENCE_S = 1.0
 
 
-class Answer(NamedTuple):
-    """What came from the process: a parcel and to which question, or else how a reader ended; nothing is its end."""
+class Message(NamedTuple):
+    """What came from the process: a parcel and the number of its question; without files how a reader ended; without
+    text the end of the process itself."""
 
     text: bytes
     files: list[int]
@@ -45,13 +46,15 @@ class Parcel(NamedTuple):
 
 
 class ReadingProcess:
-    """Readers of adapters in a process beside this one; forked when made, before threads are started whose locks it
-    would find taken, and by a thread that lives as long as it should. Raises ``OSError`` where none can be started.
+    """Readers of adapters in a process beside this one, which is forked when this is made: before there are threads,
+    whose locks it would find taken for ever, and by a thread that lives as long as it should.
 
-    ``way`` says which of ``ways`` reads, for clients below ``roots``. Where the process dies over an adapter that load
-    fails, and the next one finds another: what is forked here does nothing but start readers, each as new as itself.
-    Where readers cannot work at all, the service reads itself. For one thread at a time: one that waits for what it is
-    given, or an event loop, which does not.
+    ``way`` says which of ``ways`` reads; it may be set later, and clients' adapters are found below ``roots``. What is
+    forked here does nothing but start readers, each as new as itself. So where a reader dies over an adapter that load
+    fails, and the next one finds another reader. Where readers cannot work at all, the service reads itself.
+
+    For one thread at a time: one that waits for what it is given, or an event loop, which does not. Raises ``OSError``
+    where no process can be started.
     """
 
     def __init__(self, *ways: AdapterReader, roots: AdapterRoots | None = None) -> None:
@@ -61,7 +64,7 @@ class ReadingProcess:
         self._gone = False
         self._turn = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._coming: asyncio.Future[Read | Parcel] | None = None
+        self._coming: asyncio.Future[Found | Parcel] | None = None
         self._path: Path
         self._unmapping = Unmapping()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -74,8 +77,8 @@ class ReadingProcess:
                 raise
             if self.pid == 0:
                 below = roots or AdapterRoots([])
-                works: list[Work] = [*map(_of_folders, ways), *(ClientReader(below, way) for way in ways)]
-                be(partial(supervise, theirs, works), service, theirs)
+                jobs: list[Job] = [*map(_of_folders, ways), *(ClientReader(below, way) for way in ways)]
+                be(partial(supervise, theirs, jobs), service, theirs)
 
     @property
     def here(self) -> AdapterReader:
@@ -95,7 +98,7 @@ class ReadingProcess:
                 self._give_up()
         return self.here(folder, root)
 
-    async def for_client(self, sent: str, param: str) -> Read:
+    async def for_client(self, sent: str, param: str) -> Found:
         """See ``ReadsBeside``; on one event loop, which does not wait for it."""
         async with self._turn:
             what = os.fsencode(sent), param.encode()
@@ -115,29 +118,29 @@ class ReadingProcess:
                 return await asyncio.to_thread(parcels.unpack, *content, self._path, self._unmapping)
             return content
 
-    def _ask(self, work: int, *what: bytes) -> None:
-        """Raises ``EOFError`` where nobody is there."""
+    def _ask(self, job: int, *what: bytes) -> None:
+        """Send the next question. Raises ``EOFError`` where nobody is there."""
         self._forget_deaths()
         self._asked += 1
         try:
-            self._socket.send(b"\0".join([b"%d" % self._asked, b"%d" % work, *what]))
+            self._socket.send(b"\0".join([b"%d" % self._asked, b"%d" % job, *what]))
         except ConnectionError:
             raise EOFError from None
 
-    def _receive(self, flags: int = 0) -> Answer:
-        """Raises ``EOFError`` likewise, and ``OSError`` where this process may open no file more."""
+    def _receive(self, flags: int = 0) -> Message:
+        """The next message. Raises ``EOFError`` likewise, and ``OSError`` where this process may open no file more."""
         try:
             text, beside, came, _ = self._socket.recvmsg(LONGEST_MESSAGE, _ONE_FILE, flags | socket.MSG_CMSG_CLOEXEC)
         except ConnectionError:
             raise EOFError from None
         if came & socket.MSG_CTRUNC:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return Answer(text, [int.from_bytes(file, sys.byteorder) for _, _, file in beside])
+        return Message(text, [int.from_bytes(file, sys.byteorder) for _, _, file in beside])
 
-    def _parcel(self, answer: Answer, what: Path) -> Parcel | None:
-        """What is in ``answer``, or None where it is to an earlier question. Raises ``EOFError``, and what ``__call__``
-        does where a reader ended over ``what``."""
-        text, files = answer
+    def _parcel(self, message: Message, what: Path) -> Parcel | None:
+        """What is in ``message``, or None where it answers an earlier question. Raises ``EOFError`` for the end, and as
+        ``__call__`` does where a reader ended over ``what``."""
+        text, files = message
         if not text:
             raise EOFError
         if not files:
@@ -160,27 +163,27 @@ class ReadingProcess:
         """Something has come: for who waits, if anybody does, who then goes on in a turn of the loop of its own."""
         coming = self._coming if self._coming is not None and not self._coming.done() else None
         try:
-            answer = self._receive(socket.MSG_DONTWAIT)
+            message = self._receive(socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except (EOFError, OSError) as error:
             if coming is not None:
                 coming.set_exception(error)
             return
-        if not answer.text:
+        if not message.text:
             self._unwatch()
         if coming is None:
-            _close_all(answer.files)
+            _close_all(message.files)
             return
         try:
-            if (content := self._content(answer)) is not None:
+            if (content := self._content(message)) is not None:
                 coming.set_result(content)
         except Exception as error:  # noqa: BLE001 - who waits raises it
             coming.set_exception(error)
 
-    def _content(self, answer: Answer) -> Read | Parcel | None:
+    def _content(self, message: Message) -> Found | Parcel | None:
         """What ``_parcel`` finds, unpacked unless that takes long."""
-        parcel = self._parcel(answer, self._path)
+        parcel = self._parcel(message, self._path)
         if parcel is None or parcels.takes_long(parcel.letter):
             return parcel
         return parcels.unpack(*parcel, self._path, self._unmapping)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 access = logging.getLogger("moelet.access")
 LONGEST_PATH = 200
 SANE_ID = re.compile(rb"[\x21-\x7e](?:[\x20-\x7e]{0,126}[\x21-\x7e])?")
-HEADER = b"x-request-id"
+ID_HEADER = b"x-request-id"
 
 current_request_id: ContextVar[str] = ContextVar("request_id", default="")
 """The id of the request that the running task serves, for the log; empty outside of any."""
@@ -73,7 +73,7 @@ class RequestIdMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (HEADER, request_id)]
+                message["headers"] = [*message.get("headers", ()), (ID_HEADER, request_id)]
             await send(message)
 
         try:
@@ -104,6 +104,6 @@ def log_access(method: str, path: str, status: int, seconds: float, forward: For
 def sent_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     """The client's own id, or None where it sent none that we would repeat."""
     for name, value in headers:
-        if name == HEADER:
+        if name == ID_HEADER:
             return value if SANE_ID.fullmatch(value) else None
     return None

@@ -5,7 +5,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..deadline import HEADER
+from ..deadline import TIMEOUT_HEADER
 from ..forward_json import parse_forward, render_forward
 from ..schemas import ErrorBody, ForwardAnswer, ForwardRequest
 from .access import gives, read_bytes, service_of, takes
@@ -20,7 +20,7 @@ async def forward(request: Request) -> Response:
         spec = service.layer(request.path_params["layer"])
         watch.layer = str(spec.index)
         service.check_admission()
-        deadline = service.timeouts.from_header(request.headers.get(HEADER))
+        deadline = service.timeouts.from_header(request.headers.get(TIMEOUT_HEADER))
         call = parse_forward(await read_bytes(request, request.app.state.max_body_bytes), spec)
         watch.num_tokens = call.batch.num_tokens
         body = render_forward(await service.forward_for_client(call, deadline, request.receive))
@@ -44,7 +44,7 @@ def describe() -> dict[str, Any]:
             "operationId": "forward",
             "parameters": [
                 {"name": "layer", "in": "path", "required": True, "schema": {"type": "integer"}},
-                {"name": HEADER, "in": "header", "required": False, "schema": {"type": "number"}},
+                {"name": TIMEOUT_HEADER, "in": "header", "required": False, "schema": {"type": "number"}},
             ],
             **takes(ForwardRequest),
             "responses": {

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..deadline import HEADER as TIMEOUT
+from ..deadline import TIMEOUT_HEADER
 
 Json = dict[str, Any]
 
@@ -146,7 +146,7 @@ def _infer() -> Json:
     operation["responses"]["200"]["content"]["application/octet-stream"] = octets
     operation["parameters"] = [
         {"name": "Inference-Header-Content-Length", "in": "header", "schema": COUNT},
-        {"name": TIMEOUT, "in": "header", "schema": {"type": "number", "exclusiveMinimum": 0}},
+        {"name": TIMEOUT_HEADER, "in": "header", "schema": {"type": "number", "exclusiveMinimum": 0}},
     ]
     return item
 

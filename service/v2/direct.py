@@ -20,7 +20,7 @@ from ..errors import response_for
 from ..keys import Keys
 from ..known_requests import Answering, Body, Write, header_lines
 from ..plain_head import Head, UnusualError
-from ..request_id import HEADER, MadeIds, access, log_access, naming, sent_id
+from ..request_id import ID_HEADER, MadeIds, access, log_access, naming, sent_id
 from ..service import MoeService
 from ..watch import ForwardWatch
 from ..work import Work, answer_of
@@ -179,7 +179,7 @@ class _Answering:
         described = _described(json_bytes, sum(map(len, pieces)))
         answered = partial(self._end, None, 200, time.monotonic())
         try:
-            self._write(200, b"%b%b: %b\r\n\r\n" % (described, HEADER, self._request_id), pieces)
+            self._write(200, b"%b%b: %b\r\n\r\n" % (described, ID_HEADER, self._request_id), pieces)
         finally:
             self._of.service.later(answered)
         del self.work  # and the output with it, as soon as it is sent
@@ -194,7 +194,7 @@ class _Answering:
                 log.error("POST %s failed", path, exc_info=error)
         response = response_for(error, path)
         self._end(error, response.status_code, time.monotonic())
-        described = header_lines([*response.raw_headers, (HEADER, self._request_id)])
+        described = header_lines([*response.raw_headers, (ID_HEADER, self._request_id)])
         body: Sequence[bytes | memoryview] = [bytes(response.body)]
         self._write(response.status_code, described + b"\r\n", body)
 

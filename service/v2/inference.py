@@ -1,7 +1,7 @@
 """``POST /v2/models/{model}/infer``: one forward of one layer, from the raw request to the raw reply."""
 
 from ..compression import WINDOWS, compressed
-from ..deadline import HEADER
+from ..deadline import TIMEOUT_HEADER
 from ..service import MoeService
 from .bodies import Headers, read_body
 from .codec import read_inference, write_answer
@@ -10,7 +10,7 @@ from .header import read_header_length
 from .layout import remembering
 from .models import Models
 
-TIMEOUT = HEADER.lower().encode()
+TIMEOUT = TIMEOUT_HEADER.lower().encode()
 JSON_BYTES = b"inference-header-content-length"
 
 
