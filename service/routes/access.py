@@ -11,7 +11,7 @@ from ..errors import request_error
 from ..schemas import ErrorBody
 from ..service import MoeService
 
-Body = TypeVar("Body", bound=BaseModel)
+Model = TypeVar("Model", bound=BaseModel)
 
 
 def service_of(request: Request) -> MoeService:
@@ -28,13 +28,13 @@ async def read_bytes(request: Request, max_body_bytes: int) -> bytes:
     return bytes(await expanded(sent, coding, max_body_bytes))
 
 
-async def read_body(request: Request, kind: type[Body]) -> Body:
+async def read_body(request: Request, kind: type[Model]) -> Model:
     """The JSON body as a ``kind``, whatever content type it came with. Raises as ``read_bytes`` does, and
     ``RequestError``."""
     return checked(kind, await read_bytes(request, request.app.state.max_body_bytes))
 
 
-def checked(kind: type[Body], content: bytes) -> Body:
+def checked(kind: type[Model], content: bytes) -> Model:
     """The JSON ``content`` as a ``kind``. Raises ``RequestError``."""
     try:
         return kind.model_validate_json(content)

@@ -12,6 +12,9 @@ JSON = (b"content-type", b"application/json")
 OCTETS = (b"content-type", b"application/octet-stream")
 Header = tuple[bytes, bytes]
 
+SMALL = 65536
+"""Bodies up to this many bytes are joined: cheaper than a second message."""
+
 
 class Incoming(NamedTuple):
     """A request whose path has matched: ``names`` are the variable parts of it, in order."""
@@ -34,10 +37,6 @@ Handler = Callable[[Incoming], Awaitable[Reply]]
 def json_reply(value: Any) -> Reply:
     """``value`` as JSON."""
     return Reply([orjson.dumps(value)])
-
-
-SMALL = 65536
-"""Bodies up to this many bytes are joined: cheaper than a second message."""
 
 
 async def send_reply(reply: Reply, send: Send) -> None:

@@ -16,6 +16,8 @@ PARAMETERS = ("adapter", "timeout", "output_datatype", "binary_data_output")
 MOST = 2**31 - 1
 """Of a dimension, and of the bytes of a tensor."""
 
+SURROGATE = re.compile("[\ud800-\udfff]")
+
 
 class Input(NamedTuple):
     """One tensor as it is described: its values are ``size`` bytes behind the JSON, or ``data`` where that is None."""
@@ -167,9 +169,6 @@ def _name(owner: dict[str, Any], field: str, place: str) -> str:
     if not isinstance(value, str):
         raise RequestError(f"{place}.{field} should be a string, got {kind(value)}", field)
     return value
-
-
-SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def _text(value: Any, field: str) -> str | None:
