@@ -135,12 +135,14 @@ class Finished:
 class Engine(Protocol):
     """Computes MoE layers and holds adapters in numbered slots.
 
-    All calls come from one thread, but for two: what was begun may be waited for on another, and
-    ``install_adapter`` and ``remove_adapter`` may be called on a third, one at a time, while forwards are
-    begun and computed that do not use that slot. One that does is begun only after the call returned, and
-    none that was begun before and does may still be computed when it is made.
+    Calls come from three threads at most, and each says where it may come from others:
 
-    A slot keeps its number for the engine's life; what is in it changes only through these two.
+    * one begins forwards and makes all calls but the following;
+    * one may wait for what was begun (``Forward.result``);
+    * one may call ``install_adapter`` and ``remove_adapter``, one at a time, while forwards that do not use that slot
+      are begun and computed. A forward that does has ended before the call is made, or is begun after it returned.
+
+    A slot keeps its number for the engine's life; what is in it changes only through these two calls.
     """
 
     @property
@@ -170,25 +172,25 @@ class Engine(Protocol):
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens of the largest batch that is worth forming out of smaller ones; any number can be computed. Up to it
-        a token's bits do not depend on the others; of more, those of tokens with adapters may."""
+        """Tokens of the largest batch that is worth forming out of smaller ones; a batch may have more. Up to so many a
+        token's bits do not depend on the batch's others; in a larger batch those of tokens with adapters may."""
 
     @property
     def most_tokens(self) -> int:
         """Tokens that are computed as one; a batch of more is computed in parts."""
 
     def input_memory(self, num_bytes: int) -> memoryview | None:
-        """Writable memory of ``num_bytes``, the first at a multiple of 64, that hidden states are best read from; it is
-        used again once the last view of it is gone. None: there is none left, or any memory does as well.
+        """Writable memory of ``num_bytes``, the first at a multiple of 64, that hidden states are best read from. None:
+        there is none left, or any memory does as well.
 
-        May be called on any thread.
+        It is used again once the last view of it is gone. May be called on any thread.
         """
 
     def begin(self, batch: LayerBatch) -> Forward:
         """Start a forward; forwards compute, and are waited for, in the order begun.
 
-        The batch's tensors may be changed once this returns, but for hidden states in page-locked memory: a GPU may
-        read those where they are, and gives what it finds there until ``result`` has returned, as with torch's
+        The batch's tensors may be changed once this returns, except hidden states in page-locked memory: a GPU may read
+        those where they are until ``result`` has returned, and computes what it finds there, as with torch's
         non-blocking copies. They are kept alive until then. Raises as ``forward`` does.
         """
 

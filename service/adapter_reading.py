@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from ..layer.adapter import KeptAdapter
 from ..layer.adapter_files import unreadable
@@ -31,13 +31,8 @@ class NobodyBesideError(Exception):
     """No other process reads this: the service has to do that itself."""
 
 
-@runtime_checkable
 class ReadsBeside(Protocol):
-    """Reads adapters in another process, for a service on its event loop too."""
-
-    @property
-    def here(self) -> AdapterReader:
-        """The same reader without the process."""
+    """Reads adapters in another process; that is ``ReadingProcess``."""
 
     async def for_client(self, sent: str, param: str) -> Found:
         """As ``ClientReader``. Raises what that does, what is wrong with the process, and ``NobodyBesideError``."""
@@ -68,19 +63,22 @@ class ClientReader:
 
 class AdapterReading:
     """What reads the adapters of one service, one at a time, off its event loop from the first look at a path on: on
-    some file systems each takes as long as a forward."""
+    some file systems each takes as long as a forward.
 
-    def __init__(self, roots: AdapterRoots, read: AdapterReader) -> None:
-        self._read = read
-        self._beside = read if isinstance(read, ReadsBeside) else None
+    ``beside`` reads them where there is one, and ``read``, on a thread of its own, where it cannot.
+    """
+
+    def __init__(self, roots: AdapterRoots, read: AdapterReader, beside: ReadsBeside | None = None) -> None:
+        self._beside = beside
         self._roots = roots
-        self._here = ClientReader(roots, read if self._beside is None else self._beside.here)
+        self._read_at_start: AdapterReader = beside or read
+        self._here = ClientReader(roots, read)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moelet-adapters")
 
     def at_start(self, folder: Path) -> KeptAdapter:
         """The adapter in ``folder``, which may lie anywhere. Raises ``AdapterError`` and ``OSError``."""
         with told_of_memory(str(folder)):
-            return self._read(folder, ANYWHERE).at(folder)
+            return self._read_at_start(folder, ANYWHERE).at(folder)
 
     async def for_client(self, sent: str, param: str) -> Found:
         """As ``ClientReader``.

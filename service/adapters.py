@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from ..layer.adapter_version import AdapterVersion, check_name
 from ..layer.errors import AdapterAlreadyLoadedError, AdapterBusyError, AdapterNotLoadedError
 from ..layer.slots import AdapterTable
-from .adapter_reading import AdapterReader, AdapterReading
+from .adapter_reading import AdapterReading
 from .adapter_roots import AdapterRoots
 from .engine_thread import EngineThread
 from .errors import UnavailableError
@@ -42,12 +42,12 @@ class AdapterRegistry:
     """
 
     def __init__(
-        self, table: AdapterTable, engine: EngineThread, roots: AdapterRoots, read: AdapterReader, later: Later
+        self, table: AdapterTable, engine: EngineThread, roots: AdapterRoots, reading: AdapterReading, later: Later
     ) -> None:
         self.table = table
         self.roots = roots
         self._engine = engine
-        self._reading = AdapterReading(roots, read)
+        self._reading = reading
         self._later = later
         self._loads = 0
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()

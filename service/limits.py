@@ -9,8 +9,8 @@ MIB = 1 << 20
 class Limits:
     """What bounds the forwards of one service.
 
-    ``max_batch_tokens``   tokens of one engine call; None: as many as the engine computes best at once of several
-                           requests or of several adapters, and as many as it computes as one of any other
+    ``max_batch_tokens``   tokens of one engine call; None: the engine's ``batch_tokens`` for several requests and for
+                           one of several adapters, its ``most_tokens`` for any other
     ``max_queue``          requests that may wait for the engine
     ``max_queue_bytes``    bytes of their tensors; one request may exceed it alone
     ``queue_delay_s``      how long an under-filled batch waits for more while the engine is busy

@@ -80,11 +80,6 @@ class ReadingProcess:
                 jobs: list[Job] = [*map(_of_folders, ways), *(ClientReader(below, way) for way in ways)]
                 be(partial(supervise, theirs, jobs), service, theirs)
 
-    @property
-    def here(self) -> AdapterReader:
-        """What reads in this process."""
-        return self._ways[self.way]
-
     def __call__(self, folder: Path, root: Path) -> KeptAdapter:
         """What the reader gives. Raises what it does, ``ReaderDiedError`` where the process was ended over it,
         ``MemoryError`` where it was killed, and ``OSError`` where this one may open no file more."""
@@ -96,7 +91,7 @@ class ReadingProcess:
                 return parcels.unpack(*parcel, folder, self._unmapping)[1]
             except EOFError:
                 self._give_up()
-        return self.here(folder, root)
+        return self._ways[self.way](folder, root)
 
     async def for_client(self, sent: str, param: str) -> Found:
         """See ``ReadsBeside``; on one event loop, which does not wait for it."""

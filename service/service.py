@@ -13,7 +13,7 @@ from starlette.types import Receive
 from ..layer.errors import EngineFailedError, LayerNotServedError
 from ..layer.slots import AdapterTable
 from ..layer.spec import LayerSpec, ModelSpec, ranges
-from .adapter_reading import AdapterReader
+from .adapter_reading import AdapterReader, AdapterReading, ReadsBeside
 from .adapter_roots import AdapterRoots
 from .adapters import AdapterRegistry
 from .afterwards import Afterwards
@@ -33,7 +33,8 @@ from .work import Work, answer_of
 class MoeService:
     """What the routes speak to; made before the event loop runs, then used on it alone.
 
-    ``plans`` holds what the engine said of each layer's execution plans at start.
+    Adapters are read by ``read_adapter``, or ``beside`` this process where there is one that does. ``plans`` holds what
+    the engine said of each layer's execution plans at start.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class MoeService:
         roots: AdapterRoots,
         read_adapter: AdapterReader,
         *,
+        beside: ReadsBeside | None = None,
         max_cpu_loras: int,
         limits: Limits | None = None,
     ) -> None:
@@ -53,7 +55,8 @@ class MoeService:
         self.metrics = Metrics()
         self.later = Afterwards()
         table = AdapterTable(engine.max_loras, max_cpu_loras)
-        self.adapters = AdapterRegistry(table, engine, roots, read_adapter, self.later)
+        reading = AdapterReading(roots, read_adapter, beside)
+        self.adapters = AdapterRegistry(table, engine, roots, reading, self.later)
         self.metrics.watch_adapters(self.adapters)
         self.plans: Mapping[int, Sequence[Mapping[str, Any]]] = engine.submit(
             lambda opened: {index: list(opened.plans(index)) for index in opened.model.layers}

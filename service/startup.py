@@ -101,7 +101,12 @@ def open_service(settings: Settings, beside: Callable[..., ReadingProcess | None
     with shown() as report:
         engine = EngineThread(partial(open_engine, settings, device, checkpoint, report))
         service = MoeService(
-            engine, roots, reading or readers[way], max_cpu_loras=settings.max_cpu_loras, limits=limits_of(settings)
+            engine,
+            roots,
+            readers[way],
+            beside=reading,
+            max_cpu_loras=settings.max_cpu_loras,
+            limits=limits_of(settings),
         )
         try:
             for name, path in steps(found.adapters, "loading adapters", report):

@@ -79,7 +79,7 @@ def test_an_event_loop_gets_errors_as_clients_are_told(reader: Reader, folder: P
     for name in ("unreadable", "memory", "die", "crash", "wrong"):
         (folder / name).mkdir(exist_ok=True)
     with beside(reader, folder) as process:
-        asyncio.run(fail(AdapterReading(AdapterRoots([folder]), process)))
+        asyncio.run(fail(AdapterReading(AdapterRoots([folder]), reader.packed, process)))
         assert not process._gone
 
 
@@ -94,7 +94,7 @@ def test_clients_are_told_where_no_file_can_be_opened_any_more(reader: Reader, f
         read.close()
 
     with beside(reader, folder) as process:
-        asyncio.run(fail(AdapterReading(AdapterRoots([folder]), process)))
+        asyncio.run(fail(AdapterReading(AdapterRoots([folder]), reader.packed, process)))
     asyncio.run(fail(AdapterReading(AdapterRoots([folder]), reader)))
 
 
@@ -126,7 +126,7 @@ def test_an_event_loop_reads_by_a_thread_what_nobody_beside_it_can(
     winding = "demo-b/../" * (LONGEST_PATH // 10 - 1) + "demo-b"
 
     async def read(process: ReadingProcess) -> None:
-        reading = AdapterReading(AdapterRoots([folder]), process)
+        reading = AdapterReading(AdapterRoots([folder]), reader.packed, process)
         assert (await reading.for_client(winding, "path"))[1].facts.path == Path(winding)
         assert (await reading.for_client("demo-a", "path"))[1].facts.rank == 8
         assert not process._gone
