@@ -19,7 +19,7 @@ Timeout = Annotated[float, Query(ge=0, le=600, description="how long to wait for
 @router.post(
     "/v1/load_lora_adapter",
     response_class=PlainTextResponse,
-    responses=errors(400, 403, 404, 409, 413, 415, 503),
+    responses=errors(400, 403, 404, 409, 413, 415, 500, 503),
     openapi_extra=takes(LoadLoraAdapter),
 )
 async def load_lora_adapter(request: Request) -> PlainTextResponse:

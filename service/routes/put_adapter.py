@@ -34,7 +34,7 @@ async def put(service: MoeService, name: str, body: PutAdapter) -> tuple[bytes, 
 
 def describe() -> dict[str, Any]:
     """The OpenAPI description of the request, which FastAPI does not see."""
-    refusals = {str(status): answer for status, answer in errors(400, 403, 404, 409, 413, 415, 503).items()}
+    refusals = {str(status): answer for status, answer in errors(400, 403, 404, 409, 413, 415, 500, 503).items()}
     return {
         "put": {
             "tags": ["adapters"],
