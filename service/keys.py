@@ -106,6 +106,8 @@ class KeyMiddleware:
             await error_response(403, message, path=scope["path"])(scope, receive, send)
         else:
             kind = "the admin key" if needed is Right.ADMINISTER else "a key"
-            message = f"{kind} of this service is needed, sent as 'Authorization: Bearer KEY'"
+            sent = any(name == b"authorization" for name, _ in scope["headers"])
+            came = "what came is none" if sent else "none came"
+            message = f"{kind} of this service is needed, sent as 'Authorization: Bearer KEY': {came}"
             headers = {"WWW-Authenticate": "Bearer"}
             await error_response(401, message, headers=headers, path=scope["path"])(scope, receive, send)

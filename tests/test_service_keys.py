@@ -121,7 +121,12 @@ def test_any_key_computes(locked: RunningService, key: str) -> None:
 
 def test_an_ordinary_key_changes_nothing(locked: RunningService) -> None:
     load = {"lora_name": "a", "lora_path": "good"}
-    assert_refused(ask(locked, "POST", "/v1/load_lora_adapter", None, json=load), 401)
+    unsent = ask(locked, "POST", "/v1/load_lora_adapter", None, json=load)
+    assert_refused(unsent, 401)
+    assert unsent.json()["error"]["message"].endswith(": none came")
+    unknown = ask(locked, "POST", "/v1/load_lora_adapter", "wrong", json=load)
+    assert_refused(unknown, 401)
+    assert unknown.json()["error"]["message"].endswith(": what came is none")
     assert_refused(ask(locked, "POST", "/v1/load_lora_adapter", USER, json=load), 403)
     assert_refused(ask(locked, "PUT", "/v1/adapters/a", USER, json={"path": "good"}), 403)
     assert ask(locked, "POST", "/v1/load_lora_adapter", ADMIN, json=load).status_code == 200
