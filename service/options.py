@@ -51,7 +51,7 @@ MaxQueueDelayUs = Annotated[
     str | None, typer.Option(metavar="INTEGER", help="Wait so long to fill a batch while the engine is busy (0).")
 ]
 RequestTimeoutS = Annotated[
-    str | None, typer.Option(metavar="NUMBER", help="How long a request may take, in seconds (60).")
+    str | None, typer.Option(metavar="NUMBER", help="How long a forward may take, in seconds (60).")
 ]
 ApiKey = Annotated[
     list[str] | None,
