@@ -5,7 +5,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -38,8 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - until the process ends
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # paths need not be UTF-8
+    serves = (sys.argv[1:] if arguments is None else arguments)[:1] == ["serve"]
     try:
-        code = app(arguments, standalone_mode=False)
+        with ending_on_signals() if serves else nullcontext():
+            code = app(arguments, standalone_mode=False)
     except UsageError as error:
         sentence = error.format_message()
         return complain(sentence) if sentence else 2  # empty where the help was shown instead
@@ -70,9 +72,9 @@ def print_version(wanted: bool) -> None:
 
 @contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """End with code 0 on SIGTERM and SIGINT while modules are imported, which takes seconds: there is nothing to put
-    away yet, and the first process of a container would not hear of them otherwise. Who serves listens to them itself.
-    """
+    """End with code 0 on SIGTERM and SIGINT while options are read and modules imported, which takes seconds: there is
+    nothing to put away yet, and the first process of a container would not hear of them otherwise. Who serves listens
+    to them itself."""
     before = {number: signal.signal(number, lambda *_: os._exit(0)) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
@@ -127,9 +129,7 @@ def serve(
 
     Every option is also MOELET_<NAME> in the environment (lists there are separated by commas); the option wins.
     """
-    given = dict(locals())
-    with ending_on_signals():
-        return serve_as(given)
+    return serve_as(dict(locals()))
 
 
 def serve_as(given: dict[str, Any]) -> int:

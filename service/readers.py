@@ -108,7 +108,7 @@ def _serve(connection: socket.socket, jobs: Sequence[Job]) -> None:
     os.nice(NICENESS)
     torch.set_num_threads(1)
     trim = ctypes.CDLL(None).malloc_trim
-    while message := connection.recv(LONGEST_MESSAGE):
+    while message := _question(connection):
         number, job, *what = message.split(b"\0")
         file, letter = _outcome(partial(jobs[int(job)], *map(os.fsdecode, what)))
         try:
@@ -118,6 +118,14 @@ def _serve(connection: socket.socket, jobs: Sequence[Job]) -> None:
         finally:
             os.close(file)
         trim(0)  # what an adapter took, which may be gigabytes, is the host's again
+
+
+def _question(connection: socket.socket) -> bytes:
+    """The next message; empty where none will come."""
+    try:
+        return connection.recv(LONGEST_MESSAGE)
+    except ConnectionError:  # the service was ended and had not taken the last answer
+        return b""
 
 
 def _outcome(job: Callable[[], KeptAdapter | Found]) -> tuple[int, bytes]:

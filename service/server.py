@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -176,18 +178,20 @@ def exit_on_signal() -> Iterator[None]:
     """Let a signal that comes before the loop runs end the process, with exit code 0 and not waiting
     for the threads that load; and a second one at once, whatever the first has still to put away. Until the loop runs
     the main thread looks for signals every ``TICK_S``."""
-    stopping = False
+    ends = math.inf
 
     def stop(_number: int, _frame: FrameType | None) -> None:
-        nonlocal stopping
-        if stopping:
+        nonlocal ends
+        if ends < math.inf:
             os._exit(0)
-        stopping = True
-        signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
-        signal.setitimer(signal.ITIMER_REAL, LONGEST_END_S, TICK_S)  # what runs now may swallow the exception
+        ends = time.monotonic() + LONGEST_END_S
         raise SystemExit(0)
 
-    handlers = dict.fromkeys(SIGNALS, stop) | {signal.SIGALRM: lambda *_: None}
+    def tick(_number: int, _frame: FrameType | None) -> None:
+        if time.monotonic() > ends:  # what ran when the signal came may have swallowed the exception
+            os._exit(0)
+
+    handlers = dict.fromkeys(SIGNALS, stop) | {signal.SIGALRM: tick}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     signal.setitimer(signal.ITIMER_REAL, TICK_S, TICK_S)
     try:

@@ -1,4 +1,4 @@
-"""``moelet serve`` as a process: starts, answers, drains on a signal, and ends with the right code."""
+"""``moelet serve`` as a process: answers, drains on a signal, and ends with the right code."""
 
 import json
 import signal
@@ -26,15 +26,6 @@ def slow(self, batch):
     time.sleep({seconds})
     return forward(self, batch)
 ReferenceEngine.forward = slow
-"""
-
-SLOW_LOAD = """
-import time
-from moelet.layer.checkpoint import Checkpoint
-def slow(self, index):
-    print("load begins", flush=True)
-    time.sleep(60)
-Checkpoint.load_layer = slow
 """
 
 FAILING_FORWARD = """
@@ -160,103 +151,6 @@ def test_a_closed_stderr_is_no_reason_to_fail(tmp_path: Path) -> None:
             assert forward(client).status_code == 200
         started.send_signal(signal.SIGTERM)
         assert started.wait(20) == 0
-
-
-def test_a_signal_while_loading_ends_at_once_with_0(tmp_path: Path) -> None:
-    uds = tmp_path / "s"
-    with process(tmp_path, tmp_path / "log", before=SLOW_LOAD, uds=uds) as started:
-        assert started.stdout is not None
-        assert started.stdout.readline() == "load begins\n"
-        with socket.socket(socket.AF_UNIX) as probe, pytest.raises(ConnectionRefusedError):
-            probe.connect(str(uds))
-        started.send_signal(signal.SIGTERM)
-        assert started.wait(5) == 0
-        assert "Traceback" not in (tmp_path / "log").read_text()
-    assert not uds.exists()
-
-
-SLOW_END = """
-from concurrent.futures import ThreadPoolExecutor
-from moelet.service import server
-class Terminal:
-    def __init__(self, **_):
-        ThreadPoolExecutor(1).submit(time.sleep, 60)  # which Python waits for, unlike the threads that load
-    def show_cursor(self):
-        print("end begins", flush=True)
-        time.sleep(60)
-server.Console = Terminal
-"""
-
-
-def test_a_second_signal_while_loading_ends_at_once_whatever_the_first_still_does(tmp_path: Path) -> None:
-    with process(tmp_path, tmp_path / "log", before=SLOW_LOAD + SLOW_END) as started:
-        assert started.stdout is not None
-        assert started.stdout.readline() == "load begins\n"
-        started.send_signal(signal.SIGTERM)
-        assert started.stdout.readline() == "end begins\n"
-        started.send_signal(signal.SIGINT)
-        assert started.wait(10) == 0
-        assert (tmp_path / "log").read_text() == ""
-
-
-UNHEARD = """
-import signal, threading, time
-from moelet.layer.checkpoint import Checkpoint
-def slow(self, index):
-    signal.pthread_kill(threading.get_ident(), signal.{name})
-    time.sleep(60)
-Checkpoint.load_layer = slow
-"""
-
-
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_that_does_not_wake_the_thread_that_waits_is_heard(tmp_path: Path, name: str) -> None:
-    """As it is where one comes between that thread's last look for signals and its wait."""
-    with process(tmp_path, tmp_path / "log", before=UNHEARD.format(name=name)) as started:
-        assert started.wait(30) == 0
-        assert (tmp_path / "log").read_text() == ""
-
-
-SWALLOWING = """
-import time
-from moelet.service import startup
-def endless(*_, **__):
-    print("load begins", flush=True)
-    while True:
-        try:
-            time.sleep(60)
-        except SystemExit:
-            pass
-startup.open_checkpoint = endless
-"""
-
-
-def test_a_signal_while_loading_ends_soon_whoever_swallows_it(tmp_path: Path) -> None:
-    with process(tmp_path, tmp_path / "log", before=SWALLOWING) as started:
-        assert started.stdout is not None
-        assert started.stdout.readline() == "load begins\n"
-        started.send_signal(signal.SIGTERM)
-        assert started.wait(15) == 0
-
-
-IMPORTS_END_IN = """
-import os, sys
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch":
-            os.kill(os.getpid(), {signal})
-
-sys.meta_path.insert(0, Finder())
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_importing_ends_at_once_with_0(tmp_path: Path, number: signal.Signals) -> None:
-    log = tmp_path / "log"
-    with process(tmp_path, log, before=IMPORTS_END_IN.format(signal=int(number))) as started:
-        assert started.wait(30) == 0, log.read_text()
-    assert log.read_text() == ""
 
 
 def test_keys_are_asked_for_and_told_to_nobody(tmp_path: Path) -> None:
