@@ -52,11 +52,11 @@ def sources(settings: Settings) -> Sources:
 
     Raises ``MoeletError`` for an adapter that is not there, or more of them than may be loaded.
     """
+    found = named(settings)  # first: an adapter may be one of the demo that this writes
     for name, path in settings.adapter:
         check_name(name, "adapter")
         with told_at_start(name, path):
             AdapterFolder(path).read_config()
-    found = named(settings)
     if (wanted := len(found.adapters)) > settings.max_cpu_loras:
         raise ConfigurationError(
             f"--max-cpu-loras {settings.max_cpu_loras} is too few: {wanted} adapters load at start"

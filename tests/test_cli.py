@@ -18,6 +18,7 @@ from moelet.layer.errors import ConfigurationError
 from moelet.service.cli import main
 from moelet.service.listener import bound
 from moelet.service.settings import Settings
+from moelet.service.startup import sources
 
 SOURCES = str(Path(moelet.__file__).parent.parent)
 
@@ -63,6 +64,15 @@ def test_a_demo_that_cannot_be_written_names_the_variable(
     monkeypatch.setenv("MOELET_CACHE_DIR", "/proc/absent")
     assert main(["serve", "--demo", "--device", "cpu", "--port", "0", "--log-level", "error"]) == 2
     assert "MOELET_CACHE_DIR" in capsys.readouterr().err
+
+
+def test_an_adapter_of_the_demo_may_be_named_before_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOELET_CACHE_DIR", str(tmp_path))
+    wanted = tmp_path / "moelet-demo" / "demo-b"
+    found = sources(Settings.read(demo=True, adapter=[f"again={wanted}"]))
+    assert dict(found.adapters) == {"demo-a": wanted.with_name("demo-a"), "demo-b": wanted, "again": wanted}
 
 
 def test_paths_need_not_be_utf8(demo: DemoPaths, tmp_path: Path) -> None:
