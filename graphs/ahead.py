@@ -8,11 +8,16 @@ from ..layer.errors import MoeletError
 from .compiler import DEFAULT_ARCH, compile_all
 from .kernels import all_specialisations
 
+USAGE = "usage: python -m moelet.graphs.ahead FOLDER [ARCH], such as sm_90a"
+
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code: 0, or 2 with one sentence on stderr. ``MOELET_CUBIN_DIR`` is to name the folder afterwards."""
-    if len(arguments) not in (1, 2):
-        print("usage: python -m moelet.graphs.ahead FOLDER [ARCH], such as sm_90a", file=sys.stderr)
+    if list(arguments) in (["-h"], ["--help"]):
+        print(USAGE)
+        return 0
+    if len(arguments) not in (1, 2) or arguments[0].startswith("-"):
+        print(USAGE, file=sys.stderr)
         return 2
     folder, arch = Path(arguments[0]), arguments[1] if len(arguments) == 2 else DEFAULT_ARCH
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moelet.graphs import compiler
+from moelet.graphs import ahead, compiler
 from moelet.graphs import nvrtc as library
 from moelet.graphs.compiler import SOURCES, Specialisation, check_driver, compile_all, compile_kernel
 from moelet.graphs.cubins import CubinStore
@@ -246,6 +246,18 @@ def test_the_environment_names_the_folders() -> None:
     assert (store.cache, store.shipped) == (Path("/a"), Path("/b"))
     store = CubinStore.from_environment({})
     assert (store.cache, store.shipped) == (Path(os.path.expanduser("~")) / ".cache/moelet", None)  # noqa: PTH111
+
+
+@pytest.mark.parametrize(("asked", "code"), [(["-h"], 0), (["--help"], 0), ([], 2), (["--out", "x"], 2), (["-o"], 2)])
+def test_what_is_an_option_is_no_folder_to_compile_into(
+    asked: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ahead, "compile_all", lambda *_: [])
+    assert ahead.main(asked) == code
+    told = capsys.readouterr()
+    assert (told.err if code else told.out).startswith("usage: python -m moelet.graphs.ahead FOLDER")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_older_driver_is_refused_in_one_sentence() -> None:
