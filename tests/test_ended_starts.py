@@ -107,14 +107,6 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_importing_ends_at_once_with_0(tmp_path: Path, number: signal.Signals) -> None:
-    log = tmp_path / "log"
-    with process(tmp_path, log, before=IMPORTS_END_IN.format(signal=int(number))) as started:
-        assert started.wait(30) == 0, log.read_text()
-    assert log.read_text() == ""
-
-
 BEFORE_OPTIONS = """
 import os
 from typer import main
@@ -127,9 +119,12 @@ main.get_command = signalled
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_before_options_are_read_ends_at_once_with_0(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("moment", [BEFORE_OPTIONS, IMPORTS_END_IN], ids=["before options are read", "while importing"])
+def test_a_signal_before_anything_is_loaded_ends_at_once_with_0(
+    tmp_path: Path, moment: str, number: signal.Signals
+) -> None:
     log = tmp_path / "log"
-    with process(tmp_path, log, before=BEFORE_OPTIONS.format(signal=int(number))) as started:
+    with process(tmp_path, log, before=moment.format(signal=int(number))) as started:
         assert started.wait(30) == 0, log.read_text()
     assert log.read_text() == ""
 
