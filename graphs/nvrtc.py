@@ -77,15 +77,14 @@ def compile_program(
 @cache
 def knows_no_cache() -> bool:
     """Whether there is that option, which the first compile of the process finds out."""
-    known: list[bool] = []
+    return keeping_signal_actions(_first_compile)
 
-    def compiling() -> None:
-        known.append(_compiles_nothing([NO_CACHE.encode()]))
-        if not known[0]:  # nothing was compiled yet
-            _compiles_nothing([])
 
-    keeping_signal_actions(compiling)
-    return known[0]
+def _first_compile() -> bool:
+    known = _compiles_nothing([NO_CACHE.encode()])
+    if not known:  # nothing was compiled yet
+        _compiles_nothing([])
+    return known
 
 
 def _compiles_nothing(options: Sequence[bytes]) -> bool:

@@ -5,7 +5,9 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ROOM = 1024
@@ -13,8 +15,9 @@ _ROOM = 1024
 SECONDS_BETWEEN_LOOKS = 1e-4
 
 
-def keeping_signal_actions(work: Callable[[], object]) -> None:
-    """Do ``work``, on a thread of its own, and undo at once whatever it does to those actions, until it has ended.
+def keeping_signal_actions(work: Callable[[], Result]) -> Result:
+    """Do ``work``, on a thread of its own, undo at once whatever it does to those actions, until it has ended, and
+    return what it does.
 
     For one thread at a time. Raises what ``work`` raises, and what a signal's handler does meanwhile.
     """
@@ -28,10 +31,10 @@ def keeping_signal_actions(work: Callable[[], object]) -> None:
             _keep(sigaction, actions, done)
         finally:  # a handler may have raised: the work goes on all the same
             _keep(sigaction, actions, done)
-    done.result()
+    return done.result()
 
 
-def _keep(sigaction: Callable[..., object], actions: Mapping[int, Any], done: "Future[object]") -> None:
+def _keep(sigaction: Callable[..., object], actions: Mapping[int, Any], done: "Future[Any]") -> None:
     working = True
     while working:
         working = not done.done()

@@ -68,6 +68,9 @@ STATUSES: tuple[tuple[type[MoeletError], int], ...] = (
 )
 """The first class that an error is an instance of gives its status; any other error is 500."""
 
+LOAD_REFUSALS = (400, 403, 404, 409, 413, 415, 500, 503)
+"""What a load of an adapter may end with, however it is spelled."""
+
 TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",

@@ -91,6 +91,12 @@ def served(tmp_path: Path, *options: str, before: str = "", uds: Path | None = N
             yield Served(started, client, log)
 
 
+def wait_for_line(process: subprocess.Popen[str], line: str) -> None:
+    """Wait until ``process`` says ``line``, and nothing else before it."""
+    assert process.stdout is not None
+    assert process.stdout.readline() == f"{line}\n"
+
+
 def wait_for(log: Path, process: subprocess.Popen[str]) -> str:
     """The URL that the log says it serves on."""
     deadline = time.monotonic() + 60

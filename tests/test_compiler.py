@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from moelet.graphs import ahead, compiler
-from moelet.graphs import nvrtc as library
 from moelet.graphs.compiler import SOURCES, Specialisation, check_driver, compile_all, compile_kernel
 from moelet.graphs.cubins import CubinStore
 from moelet.graphs.driver import Device
-from moelet.graphs.nvrtc import NO_CACHE, CompileError, nvrtc_version
+from moelet.graphs.nvrtc import CompileError, nvrtc_version
 from moelet.layer.errors import ConfigurationError, DeviceUnavailableError
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
@@ -122,25 +121,6 @@ def test_whatever_decides_the_code_decides_the_file(
     assert build({"FACTOR": 2}) == 6
     monkeypatch.setattr(compiler, "nvrtc_version", lambda: (12, 9))
     assert build({"FACTOR": 2}) == 7
-
-
-def test_a_compiler_that_does_not_know_of_its_cache_is_not_told_to_leave_it(
-    sources: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NVRTC 13.0 before its first update refuses the option, as it would any that it does not know."""
-    compile_program = nvrtc.nvrtcCompileProgram
-
-    def compiled(program: object, count: int, options: list[bytes]) -> object:
-        refused = {NO_CACHE.encode(): b"--unheard-of"}
-        return compile_program(program, count, [refused.get(option, option) for option in options])
-
-    library.knows_no_cache.cache_clear()
-    monkeypatch.setattr(nvrtc, "nvrtcCompileProgram", compiled)
-    try:
-        cubin = compile_kernel("scale.cu", {"FACTOR": 2}, store=CubinStore(None), sources=sources)
-    finally:
-        library.knows_no_cache.cache_clear()
-    assert cubin.resources.registers > 0
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "longer"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from served_process import process
+from served_process import process, wait_for_line
 
 SLOW_LOAD = """
 import time
@@ -21,8 +21,7 @@ Checkpoint.load_layer = slow
 def test_a_signal_while_loading_ends_at_once_with_0(tmp_path: Path) -> None:
     uds = tmp_path / "s"
     with process(tmp_path, tmp_path / "log", before=SLOW_LOAD, uds=uds) as started:
-        assert started.stdout is not None
-        assert started.stdout.readline() == "load begins\n"
+        wait_for_line(started, "load begins")
         with socket.socket(socket.AF_UNIX) as probe, pytest.raises(ConnectionRefusedError):
             probe.connect(str(uds))
         started.send_signal(signal.SIGTERM)
@@ -46,10 +45,9 @@ server.Console = Terminal
 
 def test_a_second_signal_while_loading_ends_at_once_whatever_the_first_still_does(tmp_path: Path) -> None:
     with process(tmp_path, tmp_path / "log", before=SLOW_LOAD + SLOW_END) as started:
-        assert started.stdout is not None
-        assert started.stdout.readline() == "load begins\n"
+        wait_for_line(started, "load begins")
         started.send_signal(signal.SIGTERM)
-        assert started.stdout.readline() == "end begins\n"
+        wait_for_line(started, "end begins")
         started.send_signal(signal.SIGINT)
         assert started.wait(10) == 0
         assert (tmp_path / "log").read_text() == ""
@@ -89,8 +87,7 @@ startup.open_checkpoint = endless
 
 def test_a_signal_while_loading_ends_soon_whoever_swallows_it(tmp_path: Path) -> None:
     with process(tmp_path, tmp_path / "log", before=SWALLOWING) as started:
-        assert started.stdout is not None
-        assert started.stdout.readline() == "load begins\n"
+        wait_for_line(started, "load begins")
         started.send_signal(signal.SIGTERM)
         assert started.wait(15) == 0
 

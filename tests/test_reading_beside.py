@@ -17,7 +17,7 @@ import torch
 from moelet.layer.adapter import Adapter
 from moelet.service.adapter_roots import AdapterRoots
 from moelet.service.server import read_beside
-from served_process import Served, process, served, wait_for
+from served_process import Served, process, served, wait_for, wait_for_line
 
 NO_FORK = """
 import errno, os
@@ -48,8 +48,7 @@ def loading_slowly(it: Served) -> Iterator[Future[httpx.Response]]:
     shutil.copytree(folder, folder.parent / "slow", dirs_exist_ok=True)
     with ThreadPoolExecutor() as pool:
         loading = pool.submit(it.client.put, "/v1/adapters/c", json=SLOW_LOAD)
-        assert it.process.stdout is not None
-        assert it.process.stdout.readline() == "reading\n"
+        wait_for_line(it.process, "reading")
         yield loading
 
 

@@ -3,7 +3,6 @@
 import json
 import signal
 import socket
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from moelet.service.client import Client
-from served_process import process, served
+from served_process import process, served, wait_for_line
 
 ZEROS = {"hidden_states": [[0.0] * 64] * 3}
 
@@ -53,11 +52,6 @@ def forward(client: httpx.Client, **fields: object) -> httpx.Response:
     return client.post("/v1/layers/0/forward", json=ZEROS | fields)
 
 
-def begun(process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None
-    assert process.stdout.readline() == "forward begins\n"
-
-
 def test_serves_drains_and_ends_with_0(tmp_path: Path) -> None:
     with served(tmp_path, before=SLOW_FORWARD.format(seconds=1.5)) as it, ThreadPoolExecutor() as pool:
         names = [record["name"] for record in it.client.get("/v1/adapters").json()["adapters"]]
@@ -67,7 +61,7 @@ def test_serves_drains_and_ends_with_0(tmp_path: Path) -> None:
         again = it.client.put("/v1/adapters/demo-a", json={"path": "moelet-demo/demo-a"})
         assert (again.status_code, again.json()["version"]) == (200, 2)
         running = pool.submit(forward, it.client, adapter="demo-b")
-        begun(it.process)
+        wait_for_line(it.process, "forward begins")
         it.process.send_signal(signal.SIGTERM)
         while it.client.get("/ready").status_code == 200:
             time.sleep(0.01)
@@ -84,7 +78,7 @@ def test_serves_drains_and_ends_with_0(tmp_path: Path) -> None:
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     with served(tmp_path, before=SLOW_FORWARD.format(seconds=60)) as it, ThreadPoolExecutor() as pool:
         running = pool.submit(forward, it.client)
-        begun(it.process)
+        wait_for_line(it.process, "forward begins")
         it.process.send_signal(signal.SIGINT)
         while it.client.get("/ready").status_code == 200:
             time.sleep(0.01)

@@ -7,20 +7,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moelet.graphs import ahead, kernels, signal_actions
-from moelet.graphs import nvrtc as library
+from moelet.graphs import kernels, signal_actions
 from moelet.graphs.compiler import Specialisation, compile_kernel, compile_kernels
 from moelet.graphs.cubins import CubinStore, unpack
 from moelet.graphs.nvrtc import CompileError
 from moelet.graphs.side_by_side import Halt, side_by_side
-from served_process import SOURCES, process
+from served_process import SOURCES, process, wait_for_line
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -212,55 +210,13 @@ def test_they_are_kept_until_the_work_has_ended_whatever_a_handler_raises(monkey
     assert handler() == before
 
 
-@pytest.fixture
-def first_of_the_process() -> Iterator[None]:
-    library.knows_no_cache.cache_clear()
-    yield
-    library.knows_no_cache.cache_clear()
-
-
-@pytest.mark.usefixtures("first_of_the_process")
-def test_two_threads_that_compile_first_do_not_take_what_the_other_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    under_way: list[int] = []
-
-    def keeping(work: Callable[[], object]) -> None:
-        under_way.append(len(under_way))
-        time.sleep(0.2)
-        work()
-
-    monkeypatch.setattr(library, "keeping_signal_actions", keeping)
-    with ThreadPoolExecutor(2) as threads:
-        for begun in [threads.submit(library.begin_compiling) for _ in range(2)]:
-            begun.result()
-    assert under_way == [0]
-
-
-@pytest.mark.usefixtures("first_of_the_process")
-def test_where_there_is_no_compiler_one_sentence_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Absent:
-        def __getattr__(self, name: str) -> Any:
-            def called(*_: object) -> None:
-                raise RuntimeError(f"{name} is nowhere")
-
-            return called
-
-    monkeypatch.setattr(library, "nvrtc", Absent())
-    assert ahead.main([str(tmp_path / "cubins")]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("the kernels were not compiled: the Python package nvidia-cuda-nvrtc is not installed")
-    assert told.count("\n") == 1
-
-
 def test_two_processes_fill_one_cache_at_once(tmp_path: Path) -> None:
     (tmp_path / "small.cu").write_text(SMALL)
     start = [sys.executable, "-c", FILLS_THE_CACHE, str(tmp_path)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     both = [subprocess.Popen(start, env=os.environ | {"PYTHONPATH": SOURCES}, **pipes) for _ in range(2)]
     for each in both:
-        assert each.stdout is not None
-        assert each.stdout.readline() == "ready\n"
+        wait_for_line(each, "ready")
     for each in both:
         each.communicate("go\n", timeout=60)
     assert [each.returncode for each in both] == [0, 0]
@@ -272,8 +228,7 @@ def test_two_processes_fill_one_cache_at_once(tmp_path: Path) -> None:
 def test_a_signal_while_kernels_compile_ends_a_start_at_once(tmp_path: Path) -> None:
     before = COMPILES_AT_START.format(wanted="slow")
     with process(tmp_path, tmp_path / "log", before=before) as started:
-        assert started.stdout is not None
-        assert started.stdout.readline() == "load begins\n"
+        wait_for_line(started, "load begins")
         time.sleep(0.5)
         started.send_signal(signal.SIGTERM)
         assert started.wait(5) == 0

@@ -8,6 +8,7 @@ from starlette.responses import PlainTextResponse
 
 from ...layer.adapter_version import check_name
 from ..adapters import UNLOAD_TIMEOUT_S
+from ..errors import LOAD_REFUSALS
 from ..schemas import AdapterList, AdapterRecord, LoadLoraAdapter, UnloadLoraAdapter
 from .access import errors, read_body, service_of, takes
 
@@ -19,7 +20,7 @@ Timeout = Annotated[float, Query(ge=0, le=600, description="how long to wait for
 @router.post(
     "/v1/load_lora_adapter",
     response_class=PlainTextResponse,
-    responses=errors(400, 403, 404, 409, 413, 415, 500, 503),
+    responses=errors(*LOAD_REFUSALS),
     openapi_extra=takes(LoadLoraAdapter),
 )
 async def load_lora_adapter(request: Request) -> PlainTextResponse:

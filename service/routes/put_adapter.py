@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...layer.adapter_version import check_name
+from ..errors import LOAD_REFUSALS
 from ..schemas import AdapterRecord, PutAdapter
 from ..service import MoeService
 from .access import errors, gives, read_body, service_of, takes
@@ -34,7 +35,7 @@ async def put(service: MoeService, name: str, body: PutAdapter) -> tuple[bytes, 
 
 def describe() -> dict[str, Any]:
     """The OpenAPI description of the request, which FastAPI does not see."""
-    refusals = {str(status): answer for status, answer in errors(400, 403, 404, 409, 413, 415, 500, 503).items()}
+    refusals = {str(status): answer for status, answer in errors(*LOAD_REFUSALS).items()}
     return {
         "put": {
             "tags": ["adapters"],

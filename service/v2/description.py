@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..deadline import TIMEOUT_HEADER
+from ..errors import LOAD_REFUSALS
 
 Json = dict[str, Any]
 
@@ -101,9 +102,7 @@ def describe_v2() -> Json:
         "/v2/health/live": _get("Whether the process can serve", "V2Live", 503),
         "/v2/health/ready": _get("Whether work is taken", "V2Ready", 503),
         "/v2/repository/index": _post("The layers and adapters served", "V2Index", "V2Parameters", 400, 413, 415),
-        f"{adapter}/load": _post(
-            "Load an adapter, or replace it", "V2Change", "V2LoadRequest", 400, 403, 404, 409, 413, 415, 500, 503
-        ),
+        f"{adapter}/load": _post("Load an adapter, or replace it", "V2Change", "V2LoadRequest", *LOAD_REFUSALS),
         f"{adapter}/unload": _post("Unload an adapter", "V2Change", "V2Parameters", 400, 404, 409, 413, 415, 503),
     }
     for path in (model, version):
