@@ -35,6 +35,8 @@ SHRINK_BYTES = 4 << 10
 """Static shared memory in which the warps that shrink beside few tokens add their sums up."""
 DIRECT_ROWS = 256
 """Slot rows that such an MLP can sort."""
+NARROW_SHARE, NARROW_ROWS = 128, (1 << 14) - 1
+"""Slot rows that a block places that sorts few tokens, and the most that it can count."""
 WIDE_ABOVE = 256
 """Tokens above which two kernels sort them, and wide GEMMs are used where experts have enough of them."""
 WIDE_LOAD, WIDE_LORA_LOAD = 32, 96
@@ -153,6 +155,17 @@ class Geometry:
         """Shared memory of a sort block: counters of experts and their buckets, and a 16-bit key a slot row."""
         counters = 32 + self.experts * (3 + slots + 1)
         return 4 * counters + 2 * num_tokens * self.choices
+
+    def narrow_sort_shared_bytes(self, *, slots: int) -> int:
+        """Shared memory of a block that sorts few tokens: no keys, but the buckets' counters twice, and each expert's
+        first tile."""
+        return 4 * (32 + 4 * self.experts + 2 * self.keys(slots=slots))
+
+    def sorts_narrow(self, num_tokens: int, *, slots: int) -> bool:
+        """Whether few blocks sort ``num_tokens`` tokens, each in a single trip to memory."""
+        needed = self.narrow_sort_shared_bytes(slots=slots) + 4 * NARROW_SHARE
+        few = num_tokens <= WIDE_ABOVE and num_tokens * self.choices <= NARROW_ROWS
+        return few and needed <= MOST_SHARED_BYTES
 
     def wide_sort_shared_bytes(self, *, slots: int) -> int:
         """Shared memory of a block that sorts many tokens: no keys, but the buckets' counters twice, and where there

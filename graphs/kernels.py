@@ -45,6 +45,11 @@ def sort() -> Specialisation:
     return Specialisation("sort.cu")
 
 
+def narrow_sort() -> Specialisation:
+    """The same of few slot rows, by few blocks."""
+    return Specialisation("narrow_sort.cu")
+
+
 def gather() -> Specialisation:
     """The gather of hidden states to their places."""
     return Specialisation("gather.cu")
@@ -199,6 +204,7 @@ def all_specialisations() -> list[Specialisation]:
         *[gate(router_fp32, shared_gate) for router_fp32 in either for shared_gate in either],
         fetch(),
         sort(),
+        narrow_sort(),
         gather(),
         *[lora_shrink(projections) for projections in (1, 2)],
         *[lora_expand(projections) for projections in (1, 2)],

@@ -3,21 +3,21 @@
 from . import kernels
 from .arguments import Argument, float32, int32, int64, pointer
 from .buffers import RoutingInput
-from .gemm_config import RANK_BLOCK, GemmConfig, gemm_config, wide_config
+from .gemm_config import GemmConfig, gemm_config, wide_config
 from .kernel import Kernel, PreparedLaunch
 from .lora_launches import DOWN, GATE_UP
 from .mlp_launches import MlpLaunches
+from .sort_launches import SortLaunches
 from .streams import Stream
 from .wide_launches import WideLaunches
 
 GATE_TOKENS, GATE_WARPS = 4, 8
 ROUTE_WARPS = 4
-SORT_WARPS = 16
 GATHER_WARPS = 4
 FINALIZE_COLUMNS = 128 * 8
 
 
-class Launches(MlpLaunches, WideLaunches):
+class Launches(SortLaunches, MlpLaunches, WideLaunches):
     """Makes the launches of one captured shape. Methods name the kernel; ``stream`` is where it runs."""
 
     __slots__ = ()
@@ -71,59 +71,6 @@ class Launches(MlpLaunches, WideLaunches):
             reads=frozenset({"input"} if sent else {"input", "logits"}),
             writes=frozenset({"routed_ids", "routed_weights"}),
         )
-
-    def sort(self, stream: Stream) -> PreparedLaunch:
-        """Places of all slot rows, token tiles and adapter groups; also resets the GEMMs' tickets and counts."""
-        geometry = self.geometry
-        blocks = min(max(-(-self.slot_rows // SORT_WARPS), 1 + self.lora), self.sm_count)
-        lora_writes = {"row_slots", "groups", "num_groups"} if self.lora else set()
-        counts = self.mlp and self.token_config is None  # an expert MLP follows, if the plan is fused
-        return self.kernels.get(kernels.sort(), dynamic=True).prepare(
-            grid=(blocks, 1, 1),
-            block=(SORT_WARPS * 32, 1, 1),
-            dynamic_shared_bytes=geometry.sort_shared_bytes(self.num_tokens, slots=self.slots),
-            stream=stream,
-            arguments={
-                "layer": self.layer,
-                "topk_ids": self.topk_ids,
-                "token_slots": self.input("token_slots"),
-                "places": self.buffer("places"),
-                "place_tokens": self.buffer("place_tokens"),
-                "row_slots": self.lora_buffer("row_slots"),
-                "tiles": self.buffer("tiles"),
-                "num_tiles": self.buffer("num_tiles"),
-                "groups": self.lora_buffer("groups"),
-                "num_groups": self.lora_buffer("num_groups"),
-                "tickets": self.buffer("tickets"),
-                "pending": self.buffer("pending") if counts else pointer(0),
-                **self.routing_sizes,
-                "tile_rows": int32(self.tile),
-                "group_rows": int32(geometry.group_rows(self.num_tokens)),
-                "max_tokens": int32(self.num_tokens),
-                "tile_parts": int32(2 * geometry.intermediate_stride // self.mlp_config.block_m),
-                "group_parts": int32(0 if self.direct else self.shrink_parts),
-                "row_parts": int32(self.shrink_parts if self.direct else 0),
-                **self._awaited(),
-            },
-            waits=True,
-            holds=True,
-            reads=self.routing_reads,
-            writes=frozenset({"places", "place_tokens", "tiles", "num_tiles", "tickets"} | lora_writes)
-            | frozenset({"pending"} if counts else ())
-            | self.awaited,
-        )
-
-    def _awaited(self) -> dict[str, Argument]:
-        """Where ``awaited`` lie, null for what is not among them, and their sizes."""
-        geometry = self.geometry
-        places = {
-            name: self.buffer(name) if name in self.awaited else pointer(0) for name in ("act", "gate_up_h", "down_h")
-        }
-        return places | {
-            "act_blocks": int32(geometry.intermediate_blocks),
-            "act_rows": int32(self.rows),
-            "rank_blocks": int32(geometry.max_lora_rank // RANK_BLOCK if self.lora else 0),
-        }
 
     def gather(self, stream: Stream) -> PreparedLaunch:
         """Hidden states of all slot rows at their places, in BlockMajorK."""

@@ -26,8 +26,12 @@ ONE_EXPERT = LayerSpec(index=2, hidden_size=64, intermediate_size=64, num_expert
 FEW: dict[str, Any] = {"decode_shapes": (1, 8, 200), "max_decode_tokens": 200, "max_eager_tokens": 600}
 WIDE: dict[str, Any] = {"decode_shapes": (300,), "max_decode_tokens": 400, "max_eager_tokens": 600}
 CASES: dict[str, tuple[LayerSpec, dict[str, Any], set[str]]] = {
-    "all shapes": (SPEC, {}, {"token_mlp", "expert_mlp", "grouped_gemm", "wide_gemm", "sort"}),
-    "no slots": (SPEC, {"max_loras": 0, **FEW}, {"token_mlp", "expert_mlp", "grouped_gemm", "sort", "wide_sort"}),
+    "all shapes": (SPEC, {}, {"token_mlp", "expert_mlp", "grouped_gemm", "wide_gemm", "narrow_sort"}),
+    "no slots": (
+        SPEC,
+        {"max_loras": 0, **FEW},
+        {"token_mlp", "expert_mlp", "grouped_gemm", "narrow_sort", "wide_sort"},
+    ),
     "gated shared": (SHARED_SPEC, FEW, {"gate"}),
     "grouped": (GROUPED_SPEC, FEW, {"route"}),
     "slice": (replace(SHARED_SPEC, num_local_experts=2, local_expert_offset=3), FEW, {"expert_mlp"}),
@@ -149,4 +153,4 @@ def test_the_longest_is_compiled_first(monkeypatch: pytest.MonkeyPatch) -> None:
     _, compiled = started(monkeypatch, [SPEC])
     assert compiled[0].startswith("expert_mlp.cu")
     assert all(word in compiled[0] for word in ("LORA=1", "MAX_N=64"))
-    assert compiled.index("sort.cu") > len(compiled) // 2
+    assert compiled.index("narrow_sort.cu") > len(compiled) // 2

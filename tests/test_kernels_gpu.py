@@ -11,8 +11,9 @@ from torch import Tensor
 from gpu_engines import Gpu, GpuLayer, gpu, same_bits
 from moelet.graphs.arena import Arena
 from moelet.graphs.buffers import RoutingInput
-from moelet.graphs.geometry import token_tile
-from moelet.graphs.pool import Runnable
+from moelet.graphs.geometry import Geometry, token_tile
+from moelet.graphs.pool import Runnable, Variant
+from moelet.graphs.program import Plan
 from moelet.layer.engine import LayerBatch
 from moelet.layer.layout import from_block_major_k
 from moelet.layer.routing import route
@@ -53,13 +54,20 @@ def patterned(spec: LayerSpec, tokens: int, pattern: str) -> LayerBatch:
     return batch
 
 
+@pytest.mark.parametrize("narrow", [True, False], ids=["narrow", "any"])
 @pytest.mark.parametrize("pattern", ["random", "one", "one group", "nowhere"])
 @pytest.mark.parametrize("lora", [False, True], ids=["base", "lora"])
 @pytest.mark.parametrize("name", SPECS)
-def test_rows_are_sorted_stably_and_no_other_is_touched(gpu: Gpu, name: str, lora: bool, pattern: str) -> None:
-    layer = gpu.layer(SPECS[name])
-    for tokens, shape in ((1, 1), (2, 2), (7, 8), (50, 64), (64, 64)):
-        batch, runnable = patterned(layer.spec, tokens, pattern), layer.runnable(shape, lora=lora, apart=True)
+def test_rows_are_sorted_stably_and_no_other_is_touched(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, name: str, lora: bool, pattern: str, narrow: bool
+) -> None:
+    if not narrow:
+        monkeypatch.setattr(Geometry, "sorts_narrow", lambda *_, **__: False)
+    layer, kernel = gpu.layer(SPECS[name], max_tokens=256), "narrow_sort" if narrow else "sort"
+    for tokens, shape in ((1, 1), (2, 2), (7, 8), (50, 64), (64, 64), (150, 256), (256, 256)):
+        batch, variant = patterned(layer.spec, tokens, pattern), Variant(shape, RoutingInput.TOPK, lora)
+        runnable = layer.pool.build(variant, Plan.FUSED, captured=False, apart=True)
+        assert [launch.kernel.name for launch in runnable.program.launches if launch.label == "sort"] == [kernel]
         layer.poison()
         layer.send(runnable, batch)
         layer.launch(runnable, "sort")

@@ -9,13 +9,14 @@ import pytest
 from fake_layer import FakeLayer, parameters
 from moelet.graphs.buffers import RoutingInput
 from moelet.graphs.gemm_config import WIDE_PIECE, WIDE_TILES, wide_config
-from moelet.graphs.geometry import GROUP_ROWS, WIDE_ABOVE, Geometry
+from moelet.graphs.geometry import GROUP_ROWS, NARROW_ROWS, NARROW_SHARE, WIDE_ABOVE, Geometry
 from moelet.graphs.hazards import EdgeKind, find_hazards
 from moelet.graphs.kernels import EPILOGUE_ACTIVATION, EPILOGUE_DOWN, wide_gemm
 from moelet.graphs.options import GraphOptions
 from moelet.graphs.planning import plan_memory
 from moelet.graphs.pool import Variant, eager_shapes
 from moelet.graphs.program import Plan
+from moelet.graphs.sort_launches import SORT_WARPS
 from moelet.graphs.wide_launches import WIDE_RING_BYTES, WIDE_ROWS, WIDE_STAGES_BYTES
 from moelet.layer.spec import LayerSpec
 from ordering import labelled, ordering_edges
@@ -140,6 +141,16 @@ def test_the_sort_asks_for_the_shared_memory_that_it_carves_up(tmp_path: Path) -
         check(tmp_path, constants_of("wide_sort.cu", "// `before` gets"), asserts)
 
 
+def test_few_blocks_sort_few_slot_rows_and_no_more_than_they_can_count(tmp_path: Path) -> None:
+    asserts = [f"kShare == {NARROW_SHARE}", f"kMaxRows == {NARROW_ROWS}", f"kThreads == {32 * SORT_WARPS}"]
+    check(tmp_path, constants_of("narrow_sort.cu", "// What is counted"), asserts)
+    geometry = Geometry.of(QWEN3_30B, router_fp32=False, max_loras=300, max_lora_rank=8)
+    assert geometry.sorts_narrow(WIDE_ABOVE, slots=0)
+    assert not geometry.sorts_narrow(WIDE_ABOVE + 1, slots=0)
+    assert geometry.sorts_narrow(WIDE_ABOVE, slots=200)
+    assert not geometry.sorts_narrow(1, slots=300), "more counters than there is shared memory for"
+
+
 def test_many_tokens_are_run_by_one_chain_of_programmatic_launches(layer: FakeLayer) -> None:
     few_each = layer.spec is FEW_EACH
     for variant in VARIANTS:
@@ -168,7 +179,8 @@ def test_more_than_so_many_are_sorted_by_two_kernels(plan: Plan, tokens: int, mo
         launches = layer.pool.build(variant, plan, captured=False).program.launches
         counted = tokens > WIDE_ABOVE and (plan is Plan.FUSED or not variant.lora)
         kernels = [launch.kernel.name for launch in launches]
-        assert kernels[: 1 + counted] == (["wide_count", "wide_sort"] if counted else ["sort"])
+        one = "sort" if tokens > WIDE_ABOVE else "narrow_sort"
+        assert kernels[: 1 + counted] == (["wide_count", "wide_sort"] if counted else [one])
         assert ("wide_gather" in kernels) is counted
         assert any("row_slots" in launch.reads for launch in launches) is (variant.lora and plan is not Plan.FUSED)
 

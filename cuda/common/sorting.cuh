@@ -31,23 +31,36 @@ __device__ __forceinline__ void carve(Rows& rows, uint8_t* shared, int num_exper
     rows.prefix = rows.groups + rows.num_experts;
 }
 
+// Turns an expert's counts into offsets of its buckets, and notes its rows and adapter groups.
+__device__ __forceinline__ void place_buckets(const Rows& rows, int expert) {
+    constexpr int kAhead = 4;  // counts read together
+    int* const prefix = rows.prefix + expert * rows.buckets;
+    int count = prefix[0];
+    int groups = 0;
+    prefix[0] = 0;
+#pragma unroll 1
+    for (int first = 1; first < rows.buckets; first += kAhead) {
+        int held[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) held[i] = first + i < rows.buckets ? prefix[first + i] : 0;
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            if (first + i < rows.buckets) prefix[first + i] = count;
+            count += held[i];
+            groups += ceil_div(held[i], rows.group_rows);
+        }
+    }
+    rows.counts[expert] = count;
+    rows.groups[expert] = groups;
+}
+
 // Turns the counts into places: padded starts of the experts, and the buckets' offsets within each.
 __device__ __forceinline__ void place_experts(const Rows& rows) {
     const auto [first, last] = dealt_to(threadIdx.x, blockDim.x, rows.num_experts);
     int padded = 0;
     for (int expert = first; expert < last; ++expert) {
-        int count = 0;
-        int groups = 0;
-        for (int bucket = 0; bucket < rows.buckets; ++bucket) {
-            int& slot = rows.prefix[expert * rows.buckets + bucket];
-            const int in_bucket = slot;
-            slot = count;
-            count += in_bucket;
-            if (bucket > 0) groups += ceil_div(in_bucket, rows.group_rows);
-        }
-        rows.counts[expert] = count;
-        rows.groups[expert] = groups;
-        padded += round_up(count, kRowAlign);
+        place_buckets(rows, expert);
+        padded += round_up(rows.counts[expert], kRowAlign);
     }
     int total;
     int start = block_exclusive_scan(padded, rows.warp_sums, total);

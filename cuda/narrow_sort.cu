@@ -1,0 +1,225 @@
+// The sort of up to 256 tokens, in few blocks, so that what starts beside it finds most multiprocessors free: as
+// sort.cu, to which a row's place is the same.
+//
+// One trip to memory: a thread holds the routing of its rows in registers. Every block counts all rows in shared memory
+// and places a share of them, a thread each; a row's rank is how many rows of its key are in earlier shares, in the
+// chunks of 32 before its own, and before it in its own warp.
+#include "common/barrier.cuh"
+#include "common/expected.cuh"
+#include "common/layer_args.cuh"
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
+constexpr int kShare = 128;    // slot rows that a block places
+constexpr int kBatch = 4;      // rows in flight per thread
+constexpr int kChunkBits = 6;  // of a count of up to 32
+constexpr int kEarlierShift = (kShare / 32 - 1) * kChunkBits;
+constexpr int kMaxRows = (1 << (32 - kEarlierShift)) - 1;  // slot rows at the most; the twin of NARROW_ROWS
+
+// What is counted for the ranks of a block's own rows: by key, the rows of earlier shares in the high bits, and below
+// them those of each chunk of the own share but the last.
+struct Earlier {
+    uint32_t* counts;  // [num_keys]
+
+    __device__ __forceinline__ void note(int key, int row) const {
+        const int share = row / kShare;
+        const int chunk = row % kShare / 32;
+        if (share > blockIdx.x || (share == blockIdx.x && chunk == kShare / 32 - 1)) return;
+        atomicAdd(&counts[key], 1u << (share < blockIdx.x ? kEarlierShift : chunk * kChunkBits));
+    }
+    // Rows of the key before chunk number `chunk` of the own share.
+    __device__ __forceinline__ int before(int key, int chunk) const {
+        const uint32_t held = counts[key];
+        int sum = held >> kEarlierShift;
+#pragma unroll
+        for (int i = 0; i < kShare / 32 - 1; ++i)
+            if (i < chunk) sum += held >> (i * kChunkBits) & ((1 << kChunkBits) - 1);
+        return sum;
+    }
+};
+
+// Divides rows by a token's choices: a product, for which rows times choices are less than 2^32.
+struct Tokens {
+    int choices;
+    uint32_t inverse;
+
+    __device__ __forceinline__ explicit Tokens(int choices) : choices(choices), inverse(0xffffffffu / choices + 1) {}
+    __device__ __forceinline__ int of(int row) const { return choices == 1 ? row : __umulhi(row, inverse); }
+};
+
+// Counts all rows; returns the key of `own_row`, if it is this thread's.
+__device__ __forceinline__ uint16_t count_rows(const Rows& rows, const Routing& routing, const LayerArgs* layer,
+                                               const Tokens& tokens, const Earlier& earlier, int own_row) {
+    uint16_t own_key = kNoKey;
+    const int num_rows = layer->num_tokens * routing.choices;
+#pragma unroll 1
+    for (int start = 0; start < rows.max_rows; start += kBatch * kThreads) {
+        Choice choices[kBatch];
+        Routed routed[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int row = min(start + i * kThreads + int(threadIdx.x), rows.max_rows - 1);
+            const int token = tokens.of(row);
+            const int number = row - token * routing.choices;
+            choices[i] = Choice{token, number, token * routing.top_k + number};
+            routed[i] = routing.load(choices[i]);
+        }
+        if (start == 0) {  // the loads are under way meanwhile
+#pragma unroll 1
+            for (int i = threadIdx.x; i < 2 * rows.num_experts * rows.buckets; i += kThreads) rows.prefix[i] = 0;
+            __syncthreads();
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int row = start + i * kThreads + threadIdx.x;
+            const uint16_t key = routing.key_of(choices[i], routed[i]);
+            if (row >= num_rows || key == kNoKey) continue;
+            atomicAdd(&rows.prefix[key], 1);
+            earlier.note(key, row);
+            if (row == own_row) own_key = key;
+        }
+    }
+    return own_key;
+}
+
+// How an expert's rows are cut into token tiles: a power of two of them each, so that nothing is divided.
+struct Tiling {
+    int rows;    // of a tile
+    int* first;  // [num_experts] the number of an expert's first tile
+    int shift;
+
+    __device__ __forceinline__ Tiling(int rows, int* first) : rows(rows), first(first), shift(__ffs(rows) - 1) {}
+    __device__ __forceinline__ int tiles_of(int count) const { return (count + rows - 1) >> shift; }
+};
+
+// Where an expert's tiles and groups begin in their lists, and its rows in memory. The sums over all threads' experts
+// take one barrier, and another makes them known. Returns the tiles in the low half and the groups in the high one.
+__device__ __forceinline__ int begin_experts(const Rows& rows, const Tiling& tiling) {
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const auto [first, last] = dealt_to(threadIdx.x, kThreads, rows.num_experts);
+    int padded = 0;
+    int listed = 0;
+#pragma unroll 1
+    for (int expert = first; expert < last; ++expert) {
+        place_buckets(rows, expert);
+        padded += round_up(rows.counts[expert], kRowAlign);
+        listed += tiling.tiles_of(rows.counts[expert]) | rows.groups[expert] << 16;
+    }
+    int* const padded_sums = rows.warp_sums;
+    int* const listed_sums = rows.warp_sums + kWarps;
+    const int padded_end = warp_inclusive_scan(padded);
+    const int listed_end = warp_inclusive_scan(listed);
+    if (lane == 31) {
+        padded_sums[warp] = padded_end;
+        listed_sums[warp] = listed_end;
+    }
+    __syncthreads();
+    const int other_padded = lane < warp ? padded_sums[lane] : 0;
+    const int other_listed = lane < kWarps ? listed_sums[lane] : 0;
+    int start = padded_end - padded + __reduce_add_sync(~0u, other_padded);
+    int listing = listed_end - listed + __reduce_add_sync(~0u, lane < warp ? other_listed : 0);
+#pragma unroll 1
+    for (int expert = first; expert < last; ++expert) {
+        const int groups = rows.groups[expert];
+        rows.starts[expert] = start;
+        tiling.first[expert] = listing & 0xffff;
+        rows.groups[expert] = listing >> 16 | groups << 16;
+        start += round_up(rows.counts[expert], kRowAlign);
+        listing += tiling.tiles_of(rows.counts[expert]) | groups << 16;
+    }
+    __syncthreads();
+    return __reduce_add_sync(~0u, other_listed);
+}
+
+// By threads from number `thread` of all on, an expert each.
+__device__ __forceinline__ void list_tiles(const Rows& rows, const Tiling& tiling, int thread, TokenTile* tiles,
+                                           const Pending& to_come) {
+#pragma unroll 1
+    for (int expert = thread; expert < rows.num_experts; expert += kThreads) {
+        const int count = rows.counts[expert];
+        int index = tiling.first[expert];
+#pragma unroll 1
+        for (int row = 0; row < count; row += tiling.rows)
+            tiles[index++] =
+                TokenTile{expert, rows.starts[expert] + row, min(tiling.rows, count - row), rows.groups[expert]};
+        to_come.write(rows, expert, tiling.tiles_of(count), rows.groups[expert] >> 16);
+    }
+}
+__device__ __forceinline__ void list_groups(const Rows& rows, int thread, LoraGroup* groups) {
+#pragma unroll 1
+    for (int expert = thread; expert < rows.num_experts; expert += kThreads) {
+        int index = rows.groups[expert] & 0xffff;
+        if (rows.groups[expert] >> 16 == 0) continue;
+#pragma unroll 1
+        for (int slot = 0; slot < rows.buckets - 1; ++slot) {
+            const int count = rows_in_bucket(rows, expert, slot + 1);
+            const int start = rows.starts[expert] + rows.prefix[expert * rows.buckets + slot + 1];
+#pragma unroll 1
+            for (int row = 0; row < count; row += rows.group_rows)
+                groups[index++] = LoraGroup{expert, slot, start + row, min(rows.group_rows, count - row)};
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    narrow_sort(const LayerArgs* layer, const int* topk_ids, const int* token_slots, int* places, int* place_tokens,
+                int* row_slots, TokenTile* tiles, int* num_tiles, LoraGroup* groups, int* num_groups, int* tickets,
+                int* pending, int top_k, int num_shared, int local_offset, int num_local, int num_slots, int tile_rows,
+                int group_rows, int max_tokens, int tile_parts, int group_parts, int row_parts, bf16* act,
+                bf16* gate_up_h, bf16* down_h, int act_blocks, int act_rows, int rank_blocks) {
+    extern __shared__ __align__(16) uint8_t shared[];
+    __shared__ int own_places[kShare];
+    const int lane = threadIdx.x % 32;
+    const int choices = top_k + num_shared;
+    grid_dependency_wait();
+    grid_dependency_launch();
+
+    Rows rows;
+    rows.group_rows = group_rows;
+    rows.max_rows = max_tokens * choices;
+    carve(rows, shared, num_local + num_shared, num_slots + 1);
+    const int num_keys = rows.num_experts * rows.buckets;
+    const Earlier earlier{reinterpret_cast<uint32_t*>(rows.prefix + num_keys)};
+    const Tiling tiling(tile_rows, rows.prefix + 2 * num_keys);
+    const Routing routing{topk_ids, token_slots, top_k, choices, local_offset, num_local, rows.buckets};
+
+    // Threads that hold the block's own rows place them; in their turn, others list tiles, and others groups.
+    const int thread = (threadIdx.x + kThreads - blockIdx.x * kShare % kThreads) % kThreads;
+    const int own_row = thread < kShare ? blockIdx.x * kShare + thread : -1;
+    const Tokens tokens(choices);
+    const uint16_t key = count_rows(rows, routing, layer, tokens, earlier, own_row);
+    const int lower = __popc(__match_any_sync(~0u, key) & ((1u << lane) - 1));
+    __syncthreads();
+    const int listed = begin_experts(rows, tiling);
+
+    if (own_row >= 0 && own_row < rows.max_rows) {
+        int place = -1;
+        if (key != kNoKey) {
+            place = rows.starts[routing.expert_of(key)] + rows.prefix[key] + earlier.before(key, thread / 32) + lower;
+            place_tokens[place] = tokens.of(own_row);
+            if (num_slots > 0) row_slots[place] = key % rows.buckets - 1;
+        }
+        places[own_row] = place;
+        own_places[thread] = place;
+    }
+    if (blockIdx.x == 0) {
+        const Pending to_come{pending, tile_parts, group_parts, row_parts};
+        list_tiles(rows, tiling, (thread + kThreads - kShare) % kThreads, tiles, to_come);
+        if (threadIdx.x == 0) {
+            *num_tiles = listed & 0xffff;
+            to_come.write_total(rows, listed & 0xffff);
+        }
+        if (threadIdx.x < kTickets) tickets[threadIdx.x] = 0;
+    }
+    if (blockIdx.x == gridDim.x - 1 && num_slots > 0) {
+        list_groups(rows, (thread + kThreads - 2 * kShare) % kThreads, groups);
+        if (threadIdx.x == 0) *num_groups = listed >> 16;
+    }
+    if (!act) return;
+    __syncthreads();
+    const int own_rows = min(rows.max_rows - int(blockIdx.x) * kShare, kShare);
+    const Awaited awaited{act, gate_up_h, down_h, act_blocks, act_rows, rank_blocks};
+    for (int row = threadIdx.x / 32; row < own_rows; row += kWarps)
+        if (own_places[row] >= 0) awaited.clear(own_places[row]);
+}

@@ -1,0 +1,79 @@
+"""The typed launches of the sort of one kernel, of few slot rows and of many."""
+
+from . import kernels
+from .arguments import Argument, int32, pointer
+from .gemm_config import RANK_BLOCK
+from .geometry import NARROW_SHARE
+from .kernel import PreparedLaunch
+from .site import Site
+from .streams import Stream
+
+SORT_WARPS = 16
+
+
+class SortLaunches(Site):
+    """The part of ``Launches`` that sorts in one kernel."""
+
+    __slots__ = ()
+
+    def sort(self, stream: Stream) -> PreparedLaunch:
+        """Places of all slot rows, token tiles and adapter groups; also resets the GEMMs' tickets and counts. Of few
+        tokens by ``narrow_sort``."""
+        geometry = self.geometry
+        lora_writes = {"row_slots", "groups", "num_groups"} if self.lora else set()
+        counts = self.mlp and self.token_config is None  # an expert MLP follows, if the plan is fused
+        if geometry.sorts_narrow(self.num_tokens, slots=self.slots):
+            kernel = kernels.narrow_sort()
+            blocks = -(-self.slot_rows // NARROW_SHARE)
+            shared_bytes = geometry.narrow_sort_shared_bytes(slots=self.slots)
+        else:
+            kernel = kernels.sort()
+            blocks = min(max(-(-self.slot_rows // SORT_WARPS), 1 + self.lora), self.sm_count)
+            shared_bytes = geometry.sort_shared_bytes(self.num_tokens, slots=self.slots)
+        return self.kernels.get(kernel, dynamic=True).prepare(
+            grid=(blocks, 1, 1),
+            block=(SORT_WARPS * 32, 1, 1),
+            dynamic_shared_bytes=shared_bytes,
+            stream=stream,
+            arguments={
+                "layer": self.layer,
+                "topk_ids": self.topk_ids,
+                "token_slots": self.input("token_slots"),
+                "places": self.buffer("places"),
+                "place_tokens": self.buffer("place_tokens"),
+                "row_slots": self.lora_buffer("row_slots"),
+                "tiles": self.buffer("tiles"),
+                "num_tiles": self.buffer("num_tiles"),
+                "groups": self.lora_buffer("groups"),
+                "num_groups": self.lora_buffer("num_groups"),
+                "tickets": self.buffer("tickets"),
+                "pending": self.buffer("pending") if counts else pointer(0),
+                **self.routing_sizes,
+                "tile_rows": int32(self.tile),
+                "group_rows": int32(geometry.group_rows(self.num_tokens)),
+                "max_tokens": int32(self.num_tokens),
+                "tile_parts": int32(2 * geometry.intermediate_stride // self.mlp_config.block_m),
+                "group_parts": int32(0 if self.direct else self.shrink_parts),
+                "row_parts": int32(self.shrink_parts if self.direct else 0),
+                **self._awaited(),
+            },
+            waits=True,
+            holds=True,
+            reads=self.routing_reads,
+            writes=frozenset({"places", "place_tokens", "tiles", "num_tiles", "tickets"} | lora_writes)
+            | frozenset({"pending"} if counts else ())
+            | self.awaited,
+            label="sort",
+        )
+
+    def _awaited(self) -> dict[str, Argument]:
+        """Where ``awaited`` lie, null for what is not among them, and their sizes."""
+        geometry = self.geometry
+        places = {
+            name: self.buffer(name) if name in self.awaited else pointer(0) for name in ("act", "gate_up_h", "down_h")
+        }
+        return places | {
+            "act_blocks": int32(geometry.intermediate_blocks),
+            "act_rows": int32(self.rows),
+            "rank_blocks": int32(geometry.max_lora_rank // RANK_BLOCK if self.lora else 0),
+        }
