@@ -12,16 +12,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     extern __shared__ __align__(1024) uint8_t shared[];
     const Memory memory = carve(shared, k_blocks, num_experts);
     const Routing routing{topk_ids, token_slots, top_k, top_k + num_shared, local_offset, num_local, num_slots + 1};
-    if (threadIdx.x == kConsumers) init_barriers(memory);
+    const uint8_t* const weights = layer->gate_up;  // together with the routing
     int num_tiles = 0;
     if (threadIdx.x < kConsumers)
         load_hidden<kConsumers>(memory, hidden_states, k_blocks, max_tokens);
     else if (threadIdx.x < kConsumers + 32)
-        num_tiles = memory.direct.make(routing, &layer->num_tokens, max_tokens, num_experts, MAX_N);
+        num_tiles = memory.direct.make(routing, &layer->num_tokens, max_tokens, num_experts, MAX_N,
+                                       [&] { init_barriers(memory); });
 
-    const Gemm gemm{layer,     layer->gate_up,        nullptr,     nullptr,  nullptr,   nullptr, nullptr,  nullptr,
-                    ticket,    num_tiles * row_tiles, num_experts, k_blocks, row_tiles, rows,    max_rank, out,
-                    out_stride};
+    const Gemm gemm{
+        layer,       weights,  nullptr,   nullptr, nullptr,  nullptr, nullptr,   nullptr, ticket, num_tiles * row_tiles,
+        num_experts, k_blocks, row_tiles, rows,    max_rank, out,     out_stride};
     Producer<Gemm> producer{gemm, memory};
     const int opened = threadIdx.x == kConsumers ? producer.open() : 0;
     __syncthreads();

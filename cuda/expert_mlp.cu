@@ -27,13 +27,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const bool shrinks = threadIdx.x >= kThreads - kShrinkThreads;
     Memory memory = carve(shared, hidden_blocks, num_experts);
     const Routing routing{topk_ids, token_slots, top_k, top_k + num_shared, local_offset, num_local, num_slots + 1};
-    if (threadIdx.x == kConsumers) init_barriers(memory);
+    // Read at once, together with the routing: later they would be another trip to memory.
+    const uint8_t* const gate_up_weights = layer->gate_up;
+    const uint8_t* const down_weights = layer->down;
 #if DIRECT
     int num_made = 0;
     if (threadIdx.x / 32 == kConsumers / 32)
-        num_made = memory.direct.make(routing, &layer->num_tokens, max_tokens, num_experts, MAX_N);
+        num_made = memory.direct.make(routing, &layer->num_tokens, max_tokens, num_experts, MAX_N,
+                                      [&] { init_barriers(memory); });
     if (consumes) load_hidden<kConsumers>(memory, hidden_states, hidden_blocks, max_tokens);
 #else
+    if (threadIdx.x == kConsumers) init_barriers(memory);
     int* counts = reinterpret_cast<int*>(memory.stages);  // the first stage has room for 4096
     count_tokens<kConsumers>(routing, layer->num_tokens, max_tokens, counts);
 #endif
@@ -44,10 +48,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int* gate_up_h_pending = LORA ? pending + num_experts : nullptr;
     const int* down_h_pending = LORA ? pending + 2 * num_experts : nullptr;
     Mlp mlp{
-        Gemm{layer, layer->gate_up, DIRECT ? nullptr : reinterpret_cast<const uint8_t*>(hidden_states), tiles, groups,
+        Gemm{layer, gate_up_weights, DIRECT ? nullptr : reinterpret_cast<const uint8_t*>(hidden_states), tiles, groups,
              gate_up_h, nullptr, gate_up_h_pending, ticket, 0, num_experts, hidden_blocks, gate_up_tiles, rows,
              max_rank, act, intermediate_blocks * kBlockK, DIRECT ? nullptr : place_tokens},
-        Gemm{layer, layer->down, static_cast<const uint8_t*>(act), tiles, groups, down_h, act_pending, down_h_pending,
+        Gemm{layer, down_weights, static_cast<const uint8_t*>(act), tiles, groups, down_h, act_pending, down_h_pending,
              ticket, 0, num_experts, intermediate_blocks, down_tiles, rows, max_rank, down, output_stride},
         ticket, pair_items, 0};
     Producer<Mlp> producer{mlp, memory};

@@ -36,9 +36,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             stage_bytes,
             0};
     TokenProducer producer{mlp, memory};
-    if (threadIdx.x == kConsumers) init_barriers(memory, num_stages);
     if (threadIdx.x / 32 == kConsumerWarps)
-        mlp.num_tiles = memory.direct.make(routing, &layer->num_tokens, max_tokens, num_experts, kRowAlign);
+        mlp.num_tiles = memory.direct.make(routing, &layer->num_tokens, max_tokens, num_experts, kRowAlign,
+                                           [&] { init_barriers(memory, num_stages); });
     if (consumes) load_hidden<kConsumers>(memory, hidden_states, hidden_blocks, max_tokens);
     __syncthreads();
     if (!consumes && !shrinks) return producer.run();

@@ -55,13 +55,18 @@ struct DirectTiles {
     }
 
     // `make` of up to 32 slot rows, one a lane.
-    __device__ __forceinline__ int make_few(const Routing& routing, const int* num_tokens, int max_rows,
-                                            int tile_rows) const {
+    template <typename Meanwhile>
+    __device__ __forceinline__ int make_few(const Routing& routing, const int* num_tokens, int max_rows, int tile_rows,
+                                            Meanwhile meanwhile) const {
         const int lane = threadIdx.x % 32;
-        const uint16_t held = lane < max_rows ? routing.key_of(lane) : kNoKey;
-        const uint16_t key = lane < *num_tokens * routing.choices ? held : kNoKey;
-        keys[lane] = key;
+        const int num_rows = *num_tokens * routing.choices;
+        const Choice choice = routing.choice_of(min(lane, max_rows - 1));
+        const Routed routed = routing.load(choice);
         order[lane] = kNoRow;
+        if (lane == 0) meanwhile();
+        __syncwarp();
+        const uint16_t key = lane < min(num_rows, max_rows) ? routing.key_of(choice, routed) : kNoKey;
+        keys[lane] = key;
         const int expert = key != kNoKey ? routing.expert_of(key) : -1;
         const uint32_t alike = __match_any_sync(~0u, expert);
         const int count = __popc(alike);
@@ -93,26 +98,31 @@ struct DirectTiles {
     }
 
     // Makes the tiles of up to `tile_rows` tokens; one warp does it, so that no barrier lies before the first weights.
+    // One lane does `meanwhile` while the routing is under way.
+    template <typename Meanwhile>
     __device__ __forceinline__ int make(const Routing& routing, const int* num_tokens, int max_tokens, int num_experts,
-                                        int tile_rows) const {
+                                        int tile_rows, Meanwhile meanwhile) const {
         constexpr int kBatch = kDirectRows / 32;
         const int lane = threadIdx.x % 32;
         const int max_rows = max_tokens * routing.choices;
-        if (max_rows <= 32) return make_few(routing, num_tokens, max_rows, tile_rows);
-        uint16_t held[kBatch];
+        if (max_rows <= 32) return make_few(routing, num_tokens, max_rows, tile_rows, meanwhile);
+        const int num_rows = *num_tokens * routing.choices;
+        Choice choices[kBatch];
+        Routed routed[kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             if (32 * i >= max_rows) break;
-            held[i] = lane + 32 * i < max_rows ? routing.key_of(lane + 32 * i) : kNoKey;
+            choices[i] = routing.choice_of(min(lane + 32 * i, max_rows - 1));
+            routed[i] = routing.load(choices[i]);
         }
-        const int num_rows = *num_tokens * routing.choices;
+        if (lane == 0) meanwhile();
         for (int expert = lane; expert < num_experts; expert += 32) counts[expert] = 0;
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             if (32 * i >= max_rows) break;
             const int row = lane + 32 * i;
-            const uint16_t key = row < num_rows ? held[i] : kNoKey;
+            const uint16_t key = row < min(num_rows, max_rows) ? routing.key_of(choices[i], routed[i]) : kNoKey;
             keys[row] = key;
             order[row] = kNoRow;
             if (key != kNoKey) atomicAdd(&counts[routing.expert_of(key)], 1);

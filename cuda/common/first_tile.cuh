@@ -38,31 +38,35 @@ struct TileCount {
     }
 };
 
-// Counts the tokens of every expert in shared memory. All threads of the block take part, `kCounting` of them count.
+// Counts the tokens of every expert in shared memory. All threads of the block take part, `kCounting` of them count;
+// the first barrier waits for none of the loads.
 template <int kCounting>
 __device__ __forceinline__ void count_tokens(const Routing& routing, int num_tokens, int max_tokens, int* counts) {
     constexpr int kBatch = 8;  // ids in flight a thread
     const int max_rows = max_tokens * routing.top_k;
     const int num_shared = routing.choices - routing.top_k;
     const bool counting = threadIdx.x < kCounting;
+#pragma unroll 1
     for (int start = 0; start < max_rows; start += kBatch * kCounting) {
-        int expert[kBatch];
+        int ids[kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             const int row = start + i * kCounting + threadIdx.x;
-            expert[i] = counting && row < max_rows ? __ldg(routing.topk_ids + row) - routing.local_offset : -1;
+            ids[i] = counting && row < max_rows ? __ldg(routing.topk_ids + row) : -1;
         }
-        if (start == 0) {  // the ids are on their way meanwhile
-            for (int i = threadIdx.x; i < routing.num_local + num_shared; i += blockDim.x)
-                counts[i] = i < routing.num_local ? 0 : num_tokens;
+        if (start == 0) {
+#pragma unroll 1
+            for (int i = threadIdx.x; i < routing.num_local + num_shared; i += blockDim.x) counts[i] = 0;
             __syncthreads();
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             const int row = start + i * kCounting + threadIdx.x;
-            if (row < num_tokens * routing.top_k && expert[i] >= 0 && expert[i] < routing.num_local)
-                atomicAdd(&counts[expert[i]], 1);
+            const int expert = ids[i] - routing.local_offset;
+            if (row < num_tokens * routing.top_k && expert >= 0 && expert < routing.num_local)
+                atomicAdd(&counts[expert], 1);
         }
     }
+    for (int i = threadIdx.x; i < num_shared; i += blockDim.x) counts[routing.num_local + i] = num_tokens;
     __syncthreads();
 }
