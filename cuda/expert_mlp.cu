@@ -23,6 +23,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                int hidden_blocks, int intermediate_blocks, int output_stride, int rows, int max_rank, int shrink_parts,
                int pair_items) {
     extern __shared__ __align__(1024) uint8_t shared[];
+    constexpr int kFirstSignal = kConsumers + 32 + (LORA ? 32 : 0);
     const bool consumes = threadIdx.x < kConsumers;
     const bool shrinks = threadIdx.x >= kThreads - kShrinkThreads;
     Memory memory = carve(shared, hidden_blocks, num_experts);
@@ -68,18 +69,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (consumes || shrinks) named_barrier_sync(kPlacedBarrier, kConsumers + kShrinkThreads);
 #else
     __shared__ int num_made;
+    __shared__ TokenTile first_tile;
     if (threadIdx.x / 32 == kConsumers / 32) {
         const TileCount count(counts, num_experts, MAX_N);
         mlp.take(count.total);
-        if (threadIdx.x == kConsumers) num_made = count.total;
         const Place place = place_of(mlp.gate_up, blockIdx.x);
         const TokenTile tile = count.find(place.tile);
         async_shared_fence();  // weights take the place of the counts
-        if (threadIdx.x == kConsumers && tile.expert >= 0) opened = producer.open(source_of(mlp.gate_up, tile, place));
+        if (threadIdx.x == kConsumers) {
+            if (tile.expert >= 0) opened = producer.open(source_of(mlp.gate_up, tile, place));
+            num_made = count.total;
+            first_tile = tile;
+        }
     }
-    grid_dependency_wait();
     __syncthreads();
     mlp.take(num_made);
+    if (threadIdx.x >= kFirstSignal + kSignalThreads && !shrinks) return Gatherer{mlp.gate_up, memory}.run(first_tile);
+    grid_dependency_wait();
 #endif
 #if LORA && DIRECT
     __shared__ Partial partial;
@@ -91,8 +97,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     __shared__ TeamMemory team;
     if (shrinks) return SortedShrinkTeam{mlp, team, hidden_states, num_groups}.run();
 #endif
-    constexpr int kFirstSignal = kConsumers + 32 + (LORA ? 32 : 0);
-    if (threadIdx.x >= kFirstSignal + kSignalThreads) return Gatherer{mlp.gate_up, memory}.run();
     if (threadIdx.x >= kFirstSignal) return Signaller{mlp, memory, pending}.run();
     if (!consumes) return produce(producer, opened);
     consume(memory, [&](Consumer& consumer, int item) {

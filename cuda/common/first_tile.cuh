@@ -7,34 +7,48 @@
 #include "common/tiles.cuh"
 
 // The token tiles of all experts, each expert's in turn, as a warp counts them: every lane those of a few experts.
-// Their numbers are those of `write_tiles` in common/sorting.cuh.
+// Their numbers and rows are those of the sort.
 struct TileCount {
     const int* counts;  // tokens by expert
     int tile_rows;
     Range mine;  // experts of this lane
-    int begin;   // number of their first tile
+    int begin;   // number of their first tile in the high half, padded rows before theirs in the low half
     int end;
-    int total;
+    int total;  // tiles
 
     __device__ __forceinline__ TileCount(const int* counts, int num_experts, int tile_rows)
         : counts(counts), tile_rows(tile_rows), mine(dealt_to(threadIdx.x % 32, 32, num_experts)) {
-        int tiles = 0;
-        for (int expert = mine.first; expert < mine.last; ++expert) tiles += tiles_of(expert);
-        end = warp_inclusive_scan(tiles);
-        begin = end - tiles;
-        total = __shfl_sync(~0u, end, 31);
+        int sum = 0;
+#pragma unroll 4
+        for (int expert = mine.first; expert < mine.last; ++expert) sum += share_of(counts[expert]);
+        end = warp_inclusive_scan(sum);
+        begin = end - sum;
+        total = __shfl_sync(~0u, end, 31) >> 16;
     }
-    __device__ __forceinline__ int tiles_of(int expert) const { return ceil_div(counts[expert], tile_rows); }
-    // Tile number `index`: its expert, -1 for none, and how many tokens it has; where they are is not known yet.
+    __device__ __forceinline__ int share_of(int count) const {
+        return ceil_div(count, tile_rows) << 16 | round_up(count, kRowAlign);
+    }
+    // Tile number `index`, less its adapter groups; expert -1 for none.
     __device__ __forceinline__ TokenTile find(int index) const {
         int expert = -1;
+        int first_row = 0;
         int num_rows = 0;
-        if (index >= begin && index < end) {
+        if (index >= begin >> 16 && index < end >> 16) {
             int before = begin;
-            for (expert = mine.first; before + tiles_of(expert) <= index; ++expert) before += tiles_of(expert);
-            num_rows = min(counts[expert] - (index - before) * tile_rows, tile_rows);
+            expert = mine.first;
+#pragma unroll 1
+            while (true) {
+                const int behind = before + share_of(counts[expert]);
+                if (behind >> 16 > index) break;
+                before = behind;
+                ++expert;
+            }
+            const int row = (index - (before >> 16)) * tile_rows;
+            first_row = (before & 0xffff) + row;
+            num_rows = min(counts[expert] - row, tile_rows);
         }
-        return TokenTile{__reduce_max_sync(~0u, expert), 0, __reduce_max_sync(~0u, num_rows), 0};
+        return TokenTile{__reduce_max_sync(~0u, expert), __reduce_max_sync(~0u, first_row),
+                         __reduce_max_sync(~0u, num_rows), 0};
     }
 };
 

@@ -35,7 +35,7 @@ struct GatheredRows {
     }
 };
 
-// The warp that gathers the tokens of each announced item of `gemm`, as long as there are any; its lanes go together.
+// The warp that gathers the tokens of each item of `gemm`, as long as there are any; its lanes go together.
 struct Gatherer {
     const Gemm& gemm;
     const Memory& memory;
@@ -59,12 +59,14 @@ struct Gatherer {
         source = source_of(gemm, tile, place);
         rows.load(gemm, tile);
     }
-    __device__ __forceinline__ void run() {
-        int item = memory.gather_items.hear(heard);
+    // `first_tile` is that of this block's first item, known before the sort has ended; of later ones it is told.
+    __device__ __forceinline__ void run(const TokenTile& first_tile) {
+        int item = blockIdx.x;
         if (!is_gathered(gemm, item)) return;
-        Source source;
+        Source source = source_of(gemm, first_tile, place_of(gemm, item));
         GatheredRows rows;
-        find(source, rows, item);
+        grid_dependency_wait();
+        rows.load(gemm, first_tile);
         while (true) {
             // By the time that most of an item is under way the next one has been announced.
             const int most = source.stages * 3 / 4;

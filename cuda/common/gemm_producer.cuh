@@ -58,7 +58,7 @@ struct Producer {
     Cursor<2> told;
     Cursor<2> told_lora;
     bool all_there = false;  // the tokens of all items
-    bool tells_gatherer = kGathers;
+    bool tells_gatherer = false;
     const uint64_t policy = evict_first_policy();
 
     // Of stage number `index` of an item.
@@ -153,17 +153,21 @@ struct Producer {
         }
         return stages;
     }
+    __device__ __forceinline__ void announce_lora(int item) {
+        if (LORA) memory.lora.items.tell(told_lora, item);
+    }
     // Tells the other warps which item is next; those that gather, as long as there is something to gather.
     __device__ __forceinline__ void announce(int item) {
         if (tells_gatherer) memory.gather_items.tell(told, item);
         tells_gatherer = tells_gatherer && is_gathered(work, item);
-        if (LORA) memory.lora.items.tell(told_lora, item);
+        announce_lora(item);
     }
     // All items; of the first, `index` stages were opened.
     __device__ __forceinline__ void run(int index) {
         int item = blockIdx.x;
+        tells_gatherer = is_gathered(work, item);  // those that gather know their first item
         if (item < work.num_items) {
-            announce(item);
+            announce_lora(item);
             Source source = source_of(work, memory, item);
             index = start(source, item, index);
             while (true) {
@@ -179,15 +183,15 @@ struct Producer {
                 load(source, item, half, source.stages);
                 if (next >= work.num_items) break;
                 item = next;
-                if (!kGathers) announce(item);
+                if (!kGathers) announce_lora(item);
                 source = upcoming;
                 index = begin(source, item, outlook);
             }
         } else {
             depend();
-            if (kGathers) announce(kNoItem);
+            if (kGathers) announce_lora(kNoItem);
         }
-        if (!kGathers) announce(kNoItem);
+        if (!kGathers) announce_lora(kNoItem);
         await_empty();
         memory.ring.item[cursor.stage] = kNoItem;
         barrier_arrive(&memory.ring.barriers.full[cursor.stage], kFullArrivals);
