@@ -58,6 +58,7 @@ __device__ __forceinline__ uint16_t count_rows(const Rows& rows, const Routing& 
         Routed routed[kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
+            if (start + i * kThreads >= rows.max_rows) break;
             const int row = min(start + i * kThreads + int(threadIdx.x), rows.max_rows - 1);
             const int token = tokens.of(row);
             const int number = row - token * routing.choices;
@@ -71,6 +72,7 @@ __device__ __forceinline__ uint16_t count_rows(const Rows& rows, const Routing& 
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
+            if (start + i * kThreads >= rows.max_rows) break;
             const int row = start + i * kThreads + threadIdx.x;
             const uint16_t key = routing.key_of(choices[i], routed[i]);
             if (row >= num_rows || key == kNoKey) continue;

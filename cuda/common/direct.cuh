@@ -71,18 +71,18 @@ struct DirectTiles {
         const uint32_t alike = __match_any_sync(~0u, expert);
         const int count = __popc(alike);
         const bool leads = expert >= 0 && lane == __ffs(alike) - 1;
-        int total = 0;
-        int index = 0;
-        int start = 0;
-        for (uint32_t rest = __ballot_sync(~0u, leads); rest; rest &= rest - 1) {
-            const int leader = __ffs(rest) - 1;
-            const int rows = __shfl_sync(~0u, count, leader);
-            const bool before = __shfl_sync(~0u, expert, leader) < expert;
-            total += ceil_div(rows, tile_rows);
-            index += before ? ceil_div(rows, tile_rows) : 0;
-            start += before ? round_up(rows, kRowAlign) : 0;
-        }
-        if (leads) write_tiles(expert, count, tile_rows, index, start);
+        const int share = leads ? ceil_div(count, tile_rows) << 16 | round_up(count, kRowAlign) : 0;
+        constexpr int kAtOnce = 8;
+        int before = 0;  // tiles in the high half, padded rows in the low half, of earlier experts
+#pragma unroll 1
+        for (int first = 0; first < max_rows; first += kAtOnce)
+#pragma unroll
+            for (int i = first; i < first + kAtOnce; ++i) {
+                const int other = __shfl_sync(~0u, share, i);
+                before += __shfl_sync(~0u, expert, i) < expert ? other : 0;
+            }
+        const int total = __reduce_add_sync(~0u, share) >> 16;
+        if (leads) write_tiles(expert, count, tile_rows, before >> 16, before & 0xffff);
         if (lane == 0) *num_tiles = total;
         __syncwarp();
         return total;

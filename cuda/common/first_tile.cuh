@@ -65,6 +65,7 @@ __device__ __forceinline__ void count_tokens(const Routing& routing, int num_tok
         int ids[kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
+            if (start + i * kCounting >= max_rows) break;
             const int row = start + i * kCounting + threadIdx.x;
             ids[i] = counting && row < max_rows ? __ldg(routing.topk_ids + row) : -1;
         }
@@ -75,6 +76,7 @@ __device__ __forceinline__ void count_tokens(const Routing& routing, int num_tok
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
+            if (start + i * kCounting >= max_rows) break;
             const int row = start + i * kCounting + threadIdx.x;
             const int expert = ids[i] - routing.local_offset;
             if (row < num_tokens * routing.top_k && expert >= 0 && expert < routing.num_local)

@@ -115,9 +115,9 @@ struct Memory {
     }
 };
 
-// Items that a token tile makes.
+// Items that a token tile makes: an item is of one row tile or of two, so that nothing is divided.
 __device__ __forceinline__ int items_of_tile(const Gemm& gemm) {
-    return kGathers ? ceil_div(gemm.row_tiles, gemm.item_tiles) : gemm.row_tiles;
+    return kGathers ? (gemm.row_tiles + gemm.item_tiles - 1) >> (gemm.item_tiles - 1) : gemm.row_tiles;
 }
 // Whether the tokens of an announced item are gathered.
 __device__ __forceinline__ bool is_gathered(const Gemm& gemm, int item) {
