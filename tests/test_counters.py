@@ -48,7 +48,7 @@ def test_one_replay_of_one_forward_is_profiled_for_each_setting(
     for each in settings:
         assert 0.0 < each["setting"]["error"] < 0.01
         assert not each["setting"]["wrong"]
-        assert [kernel["function"] for kernel in each["kernels"]] == ["sort", "expert_mlp", "finalize"]
+        assert [kernel["function"] for kernel in each["kernels"]] == ["narrow_sort", "expert_mlp", "finalize"]
         assert each["kernels"][1]["kernel_floor_bytes"] == each["setting"]["floor_bytes"]
         assert each["setting"]["floor_bytes"] == each["setting"]["weight_bytes"] + each["setting"]["lora_bytes"] > 0
         assert each["kernels"][0]["kernel_floor_bytes"] is None
