@@ -71,6 +71,18 @@ __device__ __forceinline__ void async_copy16(void* shared, const void* global, b
                  : "memory");
 }
 
+// Four of those, all real, whose addresses are all there before the first begins: a copy holds the registers of its
+// addresses for long after it was issued, and the next would wait for them.
+__device__ __forceinline__ void async_copies16(const uint32_t (&shared)[4], const void* const (&global)[4]) {
+    asm volatile(
+        "cp.async.cg.shared.global [%0], [%4], 16;\n"
+        "cp.async.cg.shared.global [%1], [%5], 16;\n"
+        "cp.async.cg.shared.global [%2], [%6], 16;\n"
+        "cp.async.cg.shared.global [%3], [%7], 16;\n" ::"r"(shared[0]),
+        "r"(shared[1]), "r"(shared[2]), "r"(shared[3]), "l"(global[0]), "l"(global[1]), "l"(global[2]), "l"(global[3])
+        : "memory");
+}
+
 // Arrives at `barrier` once this thread's 16-byte copies are there.
 __device__ __forceinline__ void async_copies_arrive(uint64_t* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");

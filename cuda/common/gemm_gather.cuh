@@ -3,6 +3,8 @@
 
 #include "common/gemm_producer.cuh"
 
+constexpr int kBatchRows = 16;  // rows of which a lane brings its share at once
+
 // The tokens of a tile that is gathered: a lane knows where those of row `lane / 8` and of every fourth from there
 // begin.
 struct GatheredRows {
@@ -19,6 +21,18 @@ struct GatheredRows {
             offset[i] = row < num_rows ? gemm.place_tokens[tile.first_row + row] * row_bytes : 0;
         }
     }
+    // Rows `first` to `first + kBatchRows`: instead of those that are none the first token's, which nobody looks at.
+    __device__ __forceinline__ void copy_batch(int first, uint8_t* even, uint8_t* odd, const uint8_t* hidden) const {
+        uint32_t shared[kBatchRows / 4];
+        const void* global[kBatchRows / 4];
+#pragma unroll
+        for (int i = 0; i < kBatchRows / 4; ++i) {
+            const int row = first + 4 * i;
+            shared[i] = shared_address((row % 8 ? odd : even) + row * kBlockBytes);
+            global[i] = hidden + offset[row / 4];
+        }
+        async_copies16(shared, global);
+    }
     // Starts bringing one K-block to `target`, swizzled, 16 bytes a lane of four rows at once; `hidden` is that of the
     // first token.
     __device__ __forceinline__ void copy(uint8_t* target, const uint8_t* hidden) const {
@@ -28,9 +42,18 @@ struct GatheredRows {
         uint8_t* const odd = target + lane / 8 * kBlockBytes + (lane % 8 ^ lane / 8 ^ 4) * 16;
         hidden += lane % 8 * 16;
 #pragma unroll
-        for (int row = 0; row < MAX_N; row += 4) {
-            if (row >= num_rows) break;
-            async_copy16((row % 8 ? odd : even) + row * kBlockBytes, hidden + offset[row / 4], row < mine);
+        for (int first = 0; first < MAX_N; first += kBatchRows) {
+            if (first >= num_rows) break;
+            if constexpr (MAX_N >= kBatchRows)
+                if (first + kBatchRows / 2 < num_rows) {
+                    copy_batch(first, even, odd, hidden);
+                    continue;
+                }
+#pragma unroll
+            for (int row = first; row < min(first + kBatchRows / 2, MAX_N); row += 4) {
+                if (row >= num_rows) break;
+                async_copy16((row % 8 ? odd : even) + row * kBlockBytes, hidden + offset[row / 4], row < mine);
+            }
         }
     }
 };
