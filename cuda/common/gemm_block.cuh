@@ -25,8 +25,8 @@ constexpr int kWeightBytes = BLOCK_M * kBlockBytes;
 constexpr int kTokenBytes = round_up(MAX_N * kBlockBytes, 1024);  // of one K-block
 constexpr int kStageBytes = kWeightBytes + kTokenBytes;
 [[maybe_unused]] constexpr int kTileFeatures = BLOCK_M / 2;  // features of one gate_up tile
-constexpr int kPairWidth =
-    32;  // tokens up to which two row tiles of an item are multiplied side by side; beyond, in turn
+// Tokens up to which two row tiles of an item are multiplied side by side; beyond, in turn, for want of registers.
+constexpr int kPairWidth = LORA ? 32 : 64;
 constexpr int kFullArrivals = 1 + kGatherThreads;  // of the thread that brings weights, and of each that gathers
 constexpr int kStagingBytes = EPILOGUE == EPILOGUE_ACTIVATION || kBoth ? kTokenBytes : 0;
 
