@@ -168,10 +168,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     narrow_sort(const LayerArgs* layer, const int* topk_ids, const int* token_slots, int* places, int* place_tokens,
                 int* row_slots, TokenTile* tiles, int* num_tiles, LoraGroup* groups, int* num_groups, int* tickets,
                 int* pending, int top_k, int num_shared, int local_offset, int num_local, int num_slots, int tile_rows,
-                int group_rows, int max_tokens, int tile_parts, int group_parts, int row_parts, bf16* act,
-                bf16* gate_up_h, bf16* down_h, int act_blocks, int act_rows, int rank_blocks) {
+                int group_rows, int max_tokens, int tile_parts, int group_parts, int row_parts) {
     extern __shared__ __align__(16) uint8_t shared[];
-    __shared__ int own_places[kShare];
     const int lane = threadIdx.x % 32;
     const int choices = top_k + num_shared;
     grid_dependency_wait();
@@ -203,7 +201,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             if (num_slots > 0) row_slots[place] = key % rows.buckets - 1;
         }
         places[own_row] = place;
-        own_places[thread] = place;
     }
     if (blockIdx.x == 0) {
         const Pending to_come{pending, tile_parts, group_parts, row_parts};
@@ -218,10 +215,4 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         list_groups(rows, (thread + kThreads - 2 * kShare) % kThreads, groups);
         if (threadIdx.x == 0) *num_groups = listed >> 16;
     }
-    if (!act) return;
-    __syncthreads();
-    const int own_rows = min(rows.max_rows - int(blockIdx.x) * kShare, kShare);
-    const Awaited awaited{act, gate_up_h, down_h, act_blocks, act_rows, rank_blocks};
-    for (int row = threadIdx.x / 32; row < own_rows; row += kWarps)
-        if (own_places[row] >= 0) awaited.clear(own_places[row]);
 }

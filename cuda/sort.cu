@@ -47,8 +47,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     sort(const LayerArgs* layer, const int* topk_ids, const int* token_slots, int* places, int* place_tokens,
          int* row_slots, TokenTile* tiles, int* num_tiles, LoraGroup* groups, int* num_groups, int* tickets,
          int* pending, int top_k, int num_shared, int local_offset, int num_local, int num_slots, int tile_rows,
-         int group_rows, int max_tokens, int tile_parts, int group_parts, int row_parts, bf16* act, bf16* gate_up_h,
-         bf16* down_h, int act_blocks, int act_rows, int rank_blocks) {
+         int group_rows, int max_tokens, int tile_parts, int group_parts, int row_parts) {
     extern __shared__ __align__(16) uint8_t shared[];
     constexpr int kWarps = kThreads / 32;
     const int lane = threadIdx.x % 32;
@@ -82,7 +81,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             place = rows.starts[key / rows.buckets] + rows.prefix[key] + rank_of(rows, row);
             if (lane == 0) place_tokens[place] = row / choices;
             if (num_slots > 0 && lane == 0) row_slots[place] = key % rows.buckets - 1;
-            if (act) Awaited{act, gate_up_h, down_h, act_blocks, act_rows, rank_blocks}.clear(place);
         }
         if (lane == 0) places[row] = place;
     }

@@ -45,6 +45,11 @@ def sort() -> Specialisation:
     return Specialisation("sort.cu")
 
 
+def few_sort() -> Specialisation:
+    """The sort for a token MLP."""
+    return Specialisation("few_sort.cu")
+
+
 def narrow_sort() -> Specialisation:
     """The same of few slot rows, by few blocks."""
     return Specialisation("narrow_sort.cu")
@@ -204,6 +209,7 @@ def all_specialisations() -> list[Specialisation]:
         *[gate(router_fp32, shared_gate) for router_fp32 in either for shared_gate in either],
         fetch(),
         sort(),
+        few_sort(),
         narrow_sort(),
         gather(),
         *[lora_shrink(projections) for projections in (1, 2)],

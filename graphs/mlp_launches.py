@@ -52,7 +52,6 @@ class MlpLaunches(LoraLaunches):
         config = self.token_config
         if config is None:
             raise EngineError(f"there is no token MLP of {self.num_tokens} tokens of this layer")
-        lora_reads = {"tiles", "groups"} if self.lora else set()
         return self.kernels.get(kernels.token_mlp(lora=self.lora), dynamic=True).prepare(
             grid=(self.sm_count, 1, 1),
             block=(32 * (WARPS + 1) + (SHRINK_THREADS if self.lora else 0), 1, 1),
@@ -65,8 +64,6 @@ class MlpLaunches(LoraLaunches):
                 "topk_weights": self.topk_weights,
                 "token_slots": self.input("token_slots"),
                 "shared_weights": self.shared_weights,
-                "tiles": self.lora_buffer("tiles"),
-                "groups": self.lora_buffer("groups"),
                 "gate_up_h": self.lora_buffer("gate_up_h"),
                 "down_h": self.lora_buffer("down_h"),
                 "act": self.buffer("act"),
@@ -76,6 +73,12 @@ class MlpLaunches(LoraLaunches):
                 **self._layer_sizes(),
                 "shrink_parts": int32(self.shrink_parts),
                 "slices": int32(config.slices),
+                "parts": int32(config.parts),
+                "part_share": int32(config.part_share),
+                "item_blocks": int32(config.item_blocks),
+                "down_blocks": int32(config.down_blocks),
+                "down_parts": int32(config.down_parts),
+                "last_blocks": int32(config.last_blocks),
                 "num_stages": int32(config.num_stages),
                 "stage_bytes": int32(config.stage_bytes),
                 "stages_offset": int32(config.stages_offset),
@@ -86,7 +89,7 @@ class MlpLaunches(LoraLaunches):
             holds=True,
             programmatic=True,
             early=frozenset({"input"}),
-            reads=frozenset({"input", "shared_weights"} | lora_reads),
+            reads=frozenset({"input", "shared_weights"}),
             writes=self.awaited | {"down", "output"},
         )
 

@@ -96,6 +96,8 @@ def build_program(
     counts = fused and launches.counts_keys
     if counts:
         _sort_counted(build)
+    elif fused and launches.token_config:
+        build.launch(build.make.few_sort(build.main))
     else:
         build.launch(build.make.sort(build.main))
     if not (fused and (launches.direct or launches.mlp)):

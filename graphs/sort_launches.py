@@ -1,7 +1,7 @@
-"""The typed launches of the sort of one kernel, of few slot rows and of many."""
+"""The typed launches of the sorts of one kernel, of few slot rows and of many."""
 
 from . import kernels
-from .arguments import Argument, int32, pointer
+from .arguments import int32, pointer
 from .gemm_config import RANK_BLOCK
 from .geometry import NARROW_SHARE
 from .kernel import PreparedLaunch
@@ -55,25 +55,41 @@ class SortLaunches(Site):
                 "tile_parts": int32(2 * geometry.intermediate_stride // self.mlp_config.block_m),
                 "group_parts": int32(0 if self.direct else self.shrink_parts),
                 "row_parts": int32(self.shrink_parts if self.direct else 0),
-                **self._awaited(),
             },
             waits=True,
             holds=True,
             reads=self.routing_reads,
             writes=frozenset({"places", "place_tokens", "tiles", "num_tiles", "tickets"} | lora_writes)
-            | frozenset({"pending"} if counts else ())
-            | self.awaited,
+            | frozenset({"pending"} if counts else ()),
             label="sort",
         )
 
-    def _awaited(self) -> dict[str, Argument]:
-        """Where ``awaited`` lie, null for what is not among them, and their sizes."""
-        geometry = self.geometry
-        places = {
-            name: self.buffer(name) if name in self.awaited else pointer(0) for name in ("act", "gate_up_h", "down_h")
-        }
-        return places | {
-            "act_blocks": int32(geometry.intermediate_blocks),
-            "act_rows": int32(self.rows),
-            "rank_blocks": int32(geometry.max_lora_rank // RANK_BLOCK if self.lora else 0),
-        }
+    def few_sort(self, stream: Stream) -> PreparedLaunch:
+        """Places of the slot rows of a token MLP, and what it awaits, missing. It waits at its end alone, beside the
+        shared experts' gate where there is one."""
+        geometry, awaited = self.geometry, self.awaited
+        writes = awaited | {"places"}
+        return self.kernels.get(kernels.few_sort()).prepare(
+            grid=(-(-self.slot_rows // SORT_WARPS), 1, 1),
+            block=(SORT_WARPS * 32, 1, 1),
+            stream=stream,
+            arguments={
+                "layer": self.layer,
+                "topk_ids": self.topk_ids,
+                "token_slots": self.input("token_slots"),
+                "places": self.buffer("places"),
+                **self.direct_sizes,
+                "act": self.buffer("act"),
+                "gate_up_h": self.lora_buffer("gate_up_h"),
+                "down_h": self.lora_buffer("down_h"),
+                "act_blocks": int32(geometry.intermediate_blocks),
+                "act_rows": int32(self.rows),
+                "rank_blocks": int32(geometry.max_lora_rank // RANK_BLOCK if self.lora else 0),
+            },
+            waits=True,
+            programmatic=geometry.shared_gated,
+            early=self.routing_reads | writes,
+            reads=self.routing_reads,
+            writes=writes,
+            label="sort",
+        )

@@ -10,6 +10,8 @@ from .geometry import DIRECT_ROWS, SHRINK_BYTES, Geometry
 TOKENS = 3
 """Tokens that it takes at the most: as many as it was held to the other kernels with, and measured. Its instruction has
 eight columns."""
+FEW_ROWS = 32
+"""Slot rows that it takes at the most: one a lane of the warp that makes their tiles."""
 SLICE_ROWS, SLICE_BYTES = 16, 16 * 128
 """Weight rows that one warp multiplies, and their bytes of a K-block."""
 SLICES = (8, 6, 4, 2)
@@ -24,23 +26,47 @@ UNEVEN = 1.1
 """How much more than with the best number of slices the busiest block may have to read: larger copies are worth it."""
 STAGE_BLOCKS = 8
 """K-blocks of a slice of down that one stage of the ring holds at the most."""
+LAST_BLOCKS, LAST_OF_FEW = 1, 2
+"""K-blocks of the last stage of such a slice, what is left to multiply once the last weights are there: of a slice that
+takes several stages anyway, and of one that could do with one."""
 MOST_STAGES, LEAST_STAGES = 32, 5
 SPARE_BYTES = 8 << 10
 """Shared memory left to the sort, which still runs when this kernel starts: no block waits for one to end."""
 ROW_PADDING, RESULT_BYTES = 16, 32
+PART_SHARES = 1 << 30
+"""Enough for every number of an item: it times ``parts`` is less."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMlp:
-    """One shape's launch: ``slices`` of a gate_up item, the ring and where its stages begin, bytes of hidden states
+    """One shape's launch: ``slices`` of a gate_up item, ``parts`` of which make a tile; ``down_parts`` stages that a
+    tile's slice of down takes, the last of ``last_blocks``; the ring and where its stages begin, bytes of hidden states
     and of activations."""
 
     slices: int
+    parts: int
+    down_parts: int
+    last_blocks: int
     num_stages: int
     stage_bytes: int
     stages_offset: int
     hidden_bytes: int
     act_bytes: int
+
+    @property
+    def part_share(self) -> int:
+        """What an item's number is multiplied by, and then divided by 2^30, to be divided by ``parts``."""
+        return ceil(PART_SHARES / self.parts)
+
+    @property
+    def item_blocks(self) -> int:
+        """K-blocks of a gate_up item that a stage holds."""
+        return self.stage_bytes // (self.slices * SLICE_BYTES)
+
+    @property
+    def down_blocks(self) -> int:
+        """K-blocks of a slice of down that a stage holds."""
+        return self.stage_bytes // SLICE_BYTES
 
     @property
     def shared_bytes(self) -> int:
@@ -52,12 +78,15 @@ class TokenMlp:
         """That of ``num_tokens`` tokens, None where those are too many or a block has no room for them."""
         slot_rows = num_tokens * geometry.choices
         blocks = geometry.intermediate_blocks
-        if num_tokens > TOKENS or slot_rows > DIRECT_ROWS or blocks > MOST_BLOCKS:
+        if num_tokens > TOKENS or slot_rows > FEW_ROWS or blocks > MOST_BLOCKS:
             return None
         if geometry.hits(num_tokens) > MOST_HITS:
             return None
         slices = _slices(geometry, num_tokens, sm_count)
-        stage_bytes = max(slices, ceil(blocks / ceil(blocks / STAGE_BLOCKS))) * SLICE_BYTES
+        last_blocks = LAST_BLOCKS if blocks > STAGE_BLOCKS else LAST_OF_FEW
+        before_last = max(blocks - last_blocks, 1)
+        stage_blocks = max(slices, ceil(before_last / ceil(before_last / STAGE_BLOCKS)))
+        stage_bytes = stage_blocks * SLICE_BYTES
         hidden_bytes = num_tokens * (2 * geometry.hidden_stride + ROW_PADDING)
         act_bytes = min(WARPS, slot_rows) * num_tokens * (2 * geometry.intermediate_stride + ROW_PADDING)
         beside = (
@@ -68,7 +97,9 @@ class TokenMlp:
         stages = min(room // stage_bytes, MOST_STAGES)
         if stages < LEAST_STAGES:
             return None
-        return cls(slices, stages, stage_bytes, beside, hidden_bytes, act_bytes)
+        parts = ceil(2 * geometry.intermediate_stride / (slices * SLICE_ROWS))
+        down_parts = ceil(max(blocks - last_blocks, 0) / stage_blocks) + 1
+        return cls(slices, parts, down_parts, last_blocks, stages, stage_bytes, beside, hidden_bytes, act_bytes)
 
 
 def _slices(geometry: Geometry, num_tokens: int, sm_count: int) -> int:

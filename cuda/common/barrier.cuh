@@ -91,6 +91,9 @@ __device__ __forceinline__ void async_copies_arrive(uint64_t* barrier) {
 // Orders what this thread wrote to shared memory, or acquired of it, before what copy engine and tensor cores do there.
 __device__ __forceinline__ void async_shared_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Waits for this thread's 16-byte copies, which other threads see once a barrier has followed.
+__device__ __forceinline__ void async_copies_land() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Waits for this thread's 16-byte copies and lets the tensor cores see them, once a barrier has followed.
 __device__ __forceinline__ void async_copies_wait() {
     asm volatile("cp.async.wait_all;" ::: "memory");
@@ -128,6 +131,10 @@ __device__ __forceinline__ void await_parts(const int* pending) {
 // Barrier `id` (1..15) among `threads` threads of the block.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// The same for threads that do not wait for the others.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Programmatic dependent launch: wait until the grids this one depends on completed and flushed;

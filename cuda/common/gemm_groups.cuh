@@ -19,8 +19,10 @@ struct GroupSource {
 
     GroupSource() = default;
     __device__ __forceinline__ GroupSource(const Gemm& gemm, const TokenTile& tile, int row_tile, int index) {
-        if (index >= tile.num_groups()) return;
-        const LoraGroup group = gemm.groups[tile.first_group() + index];
+        if (index < tile.num_groups()) find(gemm, tile, row_tile, gemm.groups[tile.first_group() + index]);
+    }
+    __device__ __forceinline__ void find(const Gemm& gemm, const TokenTile& tile, int row_tile,
+                                         const LoraGroup& group) {
         const LoraEntry entry = gemm.layer->entry_of(group.slot, group.expert, gemm.num_experts);
         first_row = max(group.first_row - tile.first_row, 0);
         last_row = min(group.first_row + group.num_rows - tile.first_row, tile.num_rows);

@@ -3,7 +3,7 @@
 
 #define BLOCK_M 16  // weight rows of one warp's product
 #include "common/barrier.cuh"
-#include "common/direct.cuh"
+#include "common/few_rows.cuh"
 #include "common/gemm_args.cuh"
 #include "common/gemm_groups.cuh"
 #include "common/ring.cuh"
@@ -14,8 +14,9 @@ constexpr int kConsumers = 32 * kConsumerWarps;
 constexpr int kThreads = kConsumers + 32 + kShrinkThreads;
 constexpr int kMaxStages = 32;
 constexpr int kSliceBytes = BLOCK_M * kBlockBytes;  // 16 rows of a K-block
-constexpr int kRowPadding = 16;    // bytes that keep token rows in shared memory off each other's banks
-constexpr int kPlacedBarrier = 2;  // named barriers beside the consumers' own
+constexpr int kRowPadding = 16;   // bytes that keep token rows in shared memory off each other's banks
+constexpr int kReadyBarrier = 2;  // named barriers beside the consumers' own
+constexpr int kFirstStages = 4;   // that are under way before the block hears of its tiles; a ring has more
 [[maybe_unused]] constexpr int kShrinkBarrier = 3;
 
 // The two products: of gate_up an item is `slices` times 16 rows of one tile, of down 16 rows of all of them.
@@ -23,18 +24,32 @@ struct Mlp {
     Gemm gate_up;
     Gemm down;
     int slices;
-    int num_stages;  // of the ring,
+    int parts;        // items of a tile,
+    int part_share;   // and 2^30 by it, rounded up: what is multiplied by that needs no division
+    int item_blocks;  // K-blocks that a stage holds of an item of gate_up,
+    int down_blocks;  // and of 16 rows of down,
+    int down_parts;   // which have so many stages,
+    int last_blocks;  // the last of them of so many K-blocks
+    int num_stages;   // of the ring,
     int stage_bytes;
     int num_tiles;
 
-    __device__ __forceinline__ int parts() const { return ceil_div(gate_up.row_tiles, slices); }
-    __device__ __forceinline__ int num_items() const { return num_tiles * parts(); }
+    __device__ __forceinline__ int num_items() const { return num_tiles * parts; }
     __device__ __forceinline__ Place place_of(int item) const {
-        const int first = item % parts() * slices;
-        return Place{item / parts(), first, min(slices, gate_up.row_tiles - first)};
+        const int tile = int(uint64_t(item) * uint32_t(part_share) >> 30);
+        const int first = (item - tile * parts) * slices;
+        return Place{tile, first, min(slices, gate_up.row_tiles - first)};
     }
-    // K-blocks of so many slices that a stage holds.
-    __device__ __forceinline__ int stage_blocks(int of_slices) const { return stage_bytes / (of_slices * kSliceBytes); }
+
+    // Of down, tiles come in groups of a warp each, the first group with what does not make a whole one; of a group
+    // the first stages of all tiles, then their second ones, and at last a few K-blocks of each, so that every warp has
+    // little to do once the last weights are there.
+    __device__ __forceinline__ int first_group() const { return min((num_tiles - 1) % kConsumerWarps + 1, num_tiles); }
+    // The K-block of down behind a stage that begins with `block`.
+    __device__ __forceinline__ int down_end(int block) const {
+        const int rest = down.k_blocks - block;
+        return block + (rest > last_blocks ? min(down_blocks, rest - last_blocks) : rest);
+    }
 };
 
 struct Ring : Barriers<kMaxStages> {
@@ -89,7 +104,7 @@ __device__ __forceinline__ Memory carve(uint8_t* shared, int stages_offset, int 
                   DirectTiles(ring + sizeof(Ring), num_experts)};
 }
 
-// One thread does this.
+// One thread of the producing warp does this, which may then fill stages; all others once a barrier has followed.
 __device__ __forceinline__ void init_barriers(const Memory& memory, int num_stages) {
     memory.ring.init(1, kConsumerWarps, num_stages);
     memory.ring.begun = 0;
@@ -99,20 +114,20 @@ __device__ __forceinline__ void init_barriers(const Memory& memory, int num_stag
 // The warp that keeps the ring full, from the first weight of gate_up to the last of down, which wait for nothing; a
 // lane a copy.
 struct TokenProducer {
-    const Mlp& mlp;
+    Mlp& mlp;
     const Memory& memory;
     TokenCursor cursor;
     const uint64_t policy = evict_first_policy();
 
-    // All K-blocks of an expert's `slices` slices of 16 rows, from slice `first` on.
-    __device__ __forceinline__ void load(const Gemm& gemm, int expert, int first, int slices) {
+    // K-blocks `block` to `end` of an expert's `slices` slices of 16 rows, from slice `first` on, `most` a stage.
+    __device__ __forceinline__ void load(const Gemm& gemm, int expert, int first, int slices, int most, int block,
+                                         int end) {
         const int64_t stride = int64_t(gemm.row_tiles) * kSliceBytes;  // from one K-block to the next
         const uint8_t* source = gemm.weights + first * kSliceBytes + expert * (stride * gemm.k_blocks);
         const int lane = threadIdx.x % 32;
         const int bytes = slices * kSliceBytes;
-        const int most = mlp.stage_blocks(slices);
-        for (int block = 0; block < gemm.k_blocks; block += most) {
-            const int count = min(most, gemm.k_blocks - block);
+        for (; block < end; block += most) {
+            const int count = min(most, end - block);
             uint64_t* full = &memory.ring.full[cursor.stage];
             barrier_wait(&memory.ring.empty[cursor.stage], cursor.parity ^ 1);
             if (lane == 0) {
@@ -126,12 +141,47 @@ struct TokenProducer {
             cursor.advance(mlp.num_stages);
         }
     }
-    __device__ __forceinline__ void run() {
+    // The first K-blocks of the block's first item, as many as `begin` says; the ring has room for them.
+    __device__ __forceinline__ int begin(const FewRows& rows) {
+        if (int(blockIdx.x) >= mlp.num_items()) return 0;
+        const Place place = mlp.place_of(blockIdx.x);
+        const int end = min(kFirstStages * mlp.item_blocks, mlp.gate_up.k_blocks);
+        load(mlp.gate_up, rows.expert_of(place.tile), place.row_tile, place.row_tiles, mlp.item_blocks, 0, end);
+        return end;
+    }
+    // 16 rows of down of a group of tiles.
+    __device__ __forceinline__ void descend(int slice, int first, int last) {
+        int end;
+        for (int block = 0; block < mlp.down.k_blocks; block = end) {
+            end = mlp.down_end(block);
+            for (int tile = first; tile < last; ++tile)
+                load(mlp.down, memory.direct[tile].expert, slice, 1, mlp.down_blocks, block, end);
+        }
+    }
+    // All weights behind the first `begun` K-blocks.
+    __device__ __forceinline__ void bring(int begun) {
         for (int item = blockIdx.x; item < mlp.num_items(); item += gridDim.x) {
             const Place place = mlp.place_of(item);
-            load(mlp.gate_up, memory.direct[place.tile].expert, place.row_tile, place.row_tiles);
+            load(mlp.gate_up, memory.direct[place.tile].expert, place.row_tile, place.row_tiles, mlp.item_blocks, begun,
+                 mlp.gate_up.k_blocks);
+            begun = 0;
         }
         for (int slice = blockIdx.x; slice < mlp.down.row_tiles; slice += gridDim.x)
-            for (int tile = 0; tile < mlp.num_tiles; ++tile) load(mlp.down, memory.direct[tile].expert, slice, 1);
+            for (int first = 0, last = mlp.first_group(); first < mlp.num_tiles; first = last, last += kConsumerWarps)
+                descend(slice, first, last);
+    }
+    // Makes the tiles and brings all weights. The block hears of its tiles once the first of those are under way.
+    __device__ __forceinline__ void run(const Routing& routing, const int* num_tokens, int max_tokens) {
+        const int max_rows = max_tokens * routing.choices;
+        FewRows rows(routing, num_tokens, max_rows);
+        if (threadIdx.x % 32 == 0) init_barriers(memory, mlp.num_stages);
+        __syncwarp();
+        rows.sort(routing, max_rows);
+        mlp.num_tiles = rows.num_tiles();
+        const int begun = begin(rows);
+        rows.note(memory.direct, mlp.num_tiles, routing.buckets, max_rows);
+        __syncwarp();
+        named_barrier_arrive(kReadyBarrier, kThreads);
+        bring(begun);
     }
 };

@@ -3,49 +3,29 @@
 
 #include "common/activation.cuh"
 #include "common/awaited.cuh"
-#include "common/mma.cuh"
 #include "common/token_block.cuh"
+#include "common/warp_products.cuh"
 #include "common/weighted_sum.cuh"
 
 constexpr int kChunksAhead = 3;                   // 16-byte pieces of an activation that a lane has under way
 [[maybe_unused]] constexpr int kBlocksAhead = 4;  // blocks of ranks, of B and h
 
-// One K-block of a slice and of eight columns, as `mma_m16n8k16` takes them.
-struct Fragments {
-    uint32_t a[kBlockK / 16][4];
-    uint32_t b[kBlockK / 16][2];
-
-    __device__ __forceinline__ Fragments(uint32_t slice, const uint8_t* column) {
-        const int lane = threadIdx.x % 32;
-        const int row = lane % 16;
-#pragma unroll
-        for (int k = 0; k < kBlockK / 16; ++k) {
-            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(a[k][0]), "=r"(a[k][1]), "=r"(a[k][2]), "=r"(a[k][3])
-                         : "r"(slice + row * kBlockBytes + ((2 * k + lane / 16) ^ row % 8) * 16));
-            b[k][0] = *reinterpret_cast<const uint32_t*>(column + 32 * k);
-            b[k][1] = *reinterpret_cast<const uint32_t*>(column + 32 * k + 16);
-        }
-    }
-    __device__ __forceinline__ void multiply(float (&acc)[4]) const {
-#pragma unroll
-        for (int k = 0; k < kBlockK / 16; ++k) mma_m16n8k16(acc, a[k][0], a[k][1], a[k][2], a[k][3], b[k][0], b[k][1]);
-    }
-};
-
 #if LORA
-// A tile's adapter groups, one a lane, by the sort's word; their B of one slice is asked for ahead.
+// A tile's adapters: a row of it a lane, rows of one adapter together; their B of one slice is asked for ahead.
 template <bool kDown>
 struct Adapters {
     int count;
     GroupSource<kDown> groups;
 
     Adapters() = default;
-    __device__ __forceinline__ Adapters(const Gemm& gemm, int index, int slice) {
-        grid_dependency_wait();
-        const TokenTile tile = gemm.tiles[index];
-        count = tile.num_groups();
-        groups = GroupSource<kDown>(gemm, tile, slice, threadIdx.x % 32);
+    __device__ __forceinline__ Adapters(const Gemm& gemm, const DirectTiles& direct, const int* token_slots, int index,
+                                        int slice) {
+        const TokenTile tile = direct[index];
+        const int row = threadIdx.x % 32;
+        count = tile.num_rows;
+        const int slot = row < count ? __ldg(token_slots + direct.token_of(tile, row)) : -1;
+        if (slot >= 0) groups.find(gemm, tile, slice, LoraGroup{tile.expert, slot, tile.first_row + row, 1});
+        groups.join();
         for (int block = 0; block < groups.rank_blocks; ++block) {
             const uint8_t* b = groups.b + int64_t(block) * gemm.row_tiles * kTileFragmentBytes;
             prefetch_line(b);
@@ -53,47 +33,17 @@ struct Adapters {
         }
     }
 };
+#else
+template <bool kDown>
+struct Adapters {
+    Adapters() = default;
+    __device__ __forceinline__ Adapters(const Gemm&, const DirectTiles&, const int*, int, int) {}
+};
 #endif
 
-struct TokenConsumer {
-    const Mlp& mlp;
-    const Memory& memory;
+struct TokenConsumer : WarpProducts {
     int num_tokens;  // rows of hidden states
-    TokenCursor cursor;
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-
-    __device__ __forceinline__ void await_full() { barrier_wait(&memory.ring.full[cursor.stage], cursor.parity); }
-    // The stage is done with, by this warp or for all of them.
-    __device__ __forceinline__ void release(int warps) {
-        __syncwarp();
-        if (lane == 0) barrier_arrive(&memory.ring.empty[cursor.stage], warps);
-        cursor.advance(mlp.num_stages);
-    }
-    // Waits for a stage that is this warp's alone, while those of others come and go: only once it has been begun does
-    // its parity tell whether it is full.
-    __device__ __forceinline__ void await_mine() {
-        if (lane == 0)
-            while (atomicAdd(&memory.ring.begun, 0) <= cursor.before) {
-            }
-        __syncwarp();
-        await_full();
-    }
-    // acc += the stage's K-blocks of a slice by the columns' tokens: this warp's slice lies at `offset` and every
-    // `bytes` from there, `column` is this lane's.
-    __device__ __forceinline__ void multiply(float (&acc)[4], int offset, int bytes, int k_blocks,
-                                             const uint8_t* column) {
-        uint32_t slice = shared_address(memory.stages) + cursor.stage * mlp.stage_bytes + offset;
-        Fragments ahead(slice, column);
-        for (int block = 1; block < k_blocks; ++block) {
-            const Fragments now = ahead;
-            slice += bytes;
-            column += kBlockBytes;
-            ahead = Fragments(slice, column);
-            now.multiply(acc);
-        }
-        ahead.multiply(acc);
-    }
+    const int* token_slots;
 
 #if LORA
     // The delta of a slice: a column's is that of the adapter whose group its row is in.
@@ -145,18 +95,13 @@ struct TokenConsumer {
         const int row_tile = place.row_tile + warp;
         const bool takes = warp < place.row_tiles;
         float acc[4] = {};
-#if LORA
         Adapters<false> adapters;
-        if (takes) adapters = Adapters<false>(gemm, place.tile, row_tile);
-#endif
-        const int most = mlp.stage_blocks(place.row_tiles);
+        if (takes) adapters = Adapters<false>(gemm, memory.direct, token_slots, place.tile, row_tile);
         const uint8_t* column =
-            memory.hidden + min(lane / 4, num_tokens - 1) * Memory::row_bytes(gemm.k_blocks) + lane % 4 * 4;
-        for (int block = 0; block < gemm.k_blocks; block += most) {
+            memory.hidden + kept(min(lane / 4, num_tokens - 1) * Memory::row_bytes(gemm.k_blocks) + lane % 4 * 4);
+        if (takes) multiply_item(acc, lane_slice(warp), place.row_tiles * kSliceBytes, column);
+        for (int block = 0; !takes && block < gemm.k_blocks; block += mlp.item_blocks) {
             await_full();  // by all: who released a stage before would be counted twice
-            if (takes)
-                multiply(acc, warp * kSliceBytes, place.row_tiles * kSliceBytes, min(most, gemm.k_blocks - block),
-                         column + block * kBlockBytes);
             release(1);
         }
         if (!takes) return;
@@ -171,6 +116,7 @@ struct TokenConsumer {
         for (int t = 0; t < 2; ++t) {
             const bf16 act = to_bf16(gated_silu(acc[2 + t], acc[t], delta[2 + t], delta[t]));
             const int token = 2 * (lane % 4) + t;
+#pragma unroll 1
             for (int row = 0; row < tile.num_rows; ++row)
                 if (memory.direct.token_of(tile, row) == token)
                     store_awaited(out + block_major_offset(tile.first_row + row, feature, gemm.rows), act);
@@ -182,8 +128,10 @@ struct TokenConsumer {
         const Gemm& gemm = mlp.down;
         const int chunks = gemm.k_blocks * (kBlockK / kChunk);
         const bf16* act = reinterpret_cast<const bf16*>(gemm.tokens);
+#pragma unroll 1
         for (int row = 0; row < tile.num_rows; ++row) {
             uint8_t* of_token = target + memory.direct.token_of(tile, row) * Memory::row_bytes(gemm.k_blocks);
+#pragma unroll 1
             for (int first = lane; first < chunks; first += 32 * kChunksAhead) {
                 uint4 value[kChunksAhead];
                 load_until_there(value, [&](int i) {
@@ -198,62 +146,98 @@ struct TokenConsumer {
         }
         __syncwarp();
     }
-    // 16 rows of down of all tiles, each warp every eighth tile.
+    // What a tile of down waits for; its adapters are looked up meanwhile.
+    __device__ __forceinline__ Adapters<true> prepare(int slice, int index, uint8_t* rows) {
+        const Adapters<true> adapters(mlp.down, memory.direct, token_slots, index, slice);
+        bring(rows, memory.direct[index]);
+        return adapters;
+    }
+    // 16 rows of down of all tiles, each warp a tile of every group.
     __device__ __forceinline__ void descend(int slice) {
         const Gemm& gemm = mlp.down;
         uint8_t* rows = memory.act + warp * num_tokens * Memory::row_bytes(gemm.k_blocks);
-        const int feature = down_feature(slice * BLOCK_M, lane / 4);
-        const int most = mlp.stage_blocks(1);
-        if (warp < mlp.num_tiles) bring(rows, memory.direct[warp]);
-        for (int index = 0; index < mlp.num_tiles; ++index) {
-            if (index % kConsumerWarps != warp) {
-                cursor.skip(ceil_div(gemm.k_blocks, most), mlp.num_stages);
-                continue;
+        int first = 0;
+        int last = mlp.first_group();
+        Adapters<true> adapters;
+        if (warp < last) adapters = prepare(slice, warp, rows);
+        while (first < mlp.num_tiles) {
+            const int others = last - first - 1;
+            if (warp <= others) {
+                cursor.skip(warp, mlp.num_stages);
+                descend_tile(slice, first + warp, others, rows, adapters);
+            } else {
+                cursor.skip((others + 1) * mlp.down_parts, mlp.num_stages);
             }
-            const TokenTile tile = memory.direct[index];
-            const int token = memory.direct.token_of(tile, min(lane / 4, tile.num_rows - 1));
-            const uint8_t* column = rows + token * Memory::row_bytes(gemm.k_blocks) + lane % 4 * 4;
-            float acc[4] = {};
-#if LORA
-            const Adapters<true> adapters(gemm, index, slice);
-#endif
-            for (int block = 0; block < gemm.k_blocks; block += most) {
-                await_mine();
-                multiply(acc, 0, kSliceBytes, min(most, gemm.k_blocks - block), column + block * kBlockBytes);
-                release(kConsumerWarps);
-            }
-#if LORA
-            float delta[4] = {};
-            expand(delta, gemm, adapters, tile, lane / 4);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) acc[i] = __fadd_rn(acc[i], delta[i]);
-#endif
-            uint32_t* down = static_cast<uint32_t*>(gemm.out);
-#pragma unroll
-            for (int t = 0; t < 2; ++t) {
-                const int column = 2 * (lane % 4) + t;
-                if (column >= tile.num_rows) continue;
-                const uint32_t pair = pack_bf16(acc[t], acc[2 + t]);
-                memory.results[(tile.first_row + column) * 8 + lane / 4] = pair;
-                down[(int64_t(tile.first_row + column) * gemm.out_stride + feature) / 2] = pair;
-            }
-            __syncwarp();
-            if (index + kConsumerWarps < mlp.num_tiles) bring(rows, memory.direct[index + kConsumerWarps]);
+            first = last;
+            last += kConsumerWarps;
+            if (first < mlp.num_tiles) adapters = prepare(slice, first + warp, rows);
         }
     }
-    // The sum over the choices of 16 features of every token; a thread two features.
+    // The same of one tile, between whose stages are those of `others`.
+    __device__ __forceinline__ void descend_tile(int slice, int index, int others, const uint8_t* rows,
+                                                 const Adapters<true>& adapters) {
+        const Gemm& gemm = mlp.down;
+        const TokenTile tile = memory.direct[index];
+        const int feature = down_feature(slice * BLOCK_M, lane / 4);
+        const int token = memory.direct.token_of(tile, min(lane / 4, tile.num_rows - 1));
+        const uint8_t* column = rows + kept(token * Memory::row_bytes(gemm.k_blocks) + lane % 4 * 4);
+        const uint32_t weights = lane_slice(0);
+        float acc[4] = {};
+        int end;
+        for (int block = 0; block < gemm.k_blocks; block = end) {
+            end = mlp.down_end(block);
+            await_mine();
+            multiply(acc, weights, kSliceBytes, end - block, column + block * kBlockBytes);
+            release(kConsumerWarps);
+            cursor.skip(end < gemm.k_blocks ? others : others - warp, mlp.num_stages);
+        }
+#if LORA
+        float delta[4] = {};
+        expand(delta, gemm, adapters, tile, lane / 4);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[i] = __fadd_rn(acc[i], delta[i]);
+#endif
+        uint32_t* down = static_cast<uint32_t*>(gemm.out);
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+            const int column = 2 * (lane % 4) + t;
+            if (column >= tile.num_rows) continue;
+            const uint32_t pair = pack_bf16(acc[t], acc[2 + t]);
+            memory.results[(tile.first_row + column) * 8 + lane / 4] = pair;
+            down[(int64_t(tile.first_row + column) * gemm.out_stride + feature) / 2] = pair;
+        }
+        __syncwarp();
+    }
+    // The sum over the choices of 16 features of every token; a thread two features. What it reads of several choices
+    // is under way at once.
     __device__ __forceinline__ void finalize(int slice, int real_tokens, int choices, bf16* out) {
         if (threadIdx.x >= 8 * real_tokens) return;
+        constexpr int kBatch = 8;
         const int token = threadIdx.x / 8;
         const int pair = threadIdx.x % 8;
+        const uint16_t* places = memory.direct.places + token * choices;
+        const float* weights = memory.weights + token * choices;
         float low = 0.0f;
         float high = 0.0f;
-        for (int choice = 0; choice < choices; ++choice) {
-            const int row = token * choices + choice;
-            if (memory.direct.keys[row] == kNoKey) continue;
-            const uint32_t value = memory.results[memory.direct.places[row] * 8 + pair];
-            low = __fmaf_rn(memory.weights[row], low_half(value), low);
-            high = __fmaf_rn(memory.weights[row], high_half(value), high);
+#pragma unroll 1
+        for (int first = 0; first < choices; first += kBatch) {
+            int place[kBatch];
+            float weight[kBatch];
+            uint32_t value[kBatch];
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                const int choice = min(first + i, choices - 1);
+                place[i] = first + i < choices ? places[choice] : kNoRow;
+                weight[i] = weights[choice];
+            }
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) value[i] = memory.results[(place[i] == kNoRow ? 0 : place[i]) * 8 + pair];
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                if (place[i] == kNoRow) continue;
+                low = __fmaf_rn(weight[i], low_half(value[i]), low);
+                high = __fmaf_rn(weight[i], high_half(value[i]), high);
+            }
         }
         const int64_t feature = int64_t(token) * mlp.down.out_stride + down_feature(slice * BLOCK_M, pair);
         reinterpret_cast<uint32_t*>(out)[feature / 2] = pack_bf16(low, high);
