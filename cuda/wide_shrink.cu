@@ -1,9 +1,10 @@
 // h of down for many tokens: scaling * A x of the activations of every adapter group, as the columns that wide_gemm
 // multiplies B with.
 //
-// A block takes up to kRows rows of a token tile and kColumns columns of h, eight ranks each, and goes through the
-// adapter groups that those rows belong to. One warp keeps a ring of K-blocks of x and A full, four multiply 32 rows
-// each over all of K: a row's h does not depend on its neighbours. Only live ranks are read.
+// A block takes one of kParts about equal parts of a token tile and kColumns columns of h, eight ranks each, and goes
+// through the adapter groups that its rows belong to. One warp keeps a ring of K-blocks of x and A full, the others
+// multiply 16 rows each over all of K: a row's h does not depend on its neighbours. Only live ranks are read. Tiles and
+// adapters are older than the kernel before, and so are looked up before it has ended.
 //
 // Compile-time: MAX_N (rows of the largest token tile).
 #include "common/layer_args.cuh"
@@ -12,13 +13,14 @@
 #include "common/ring.cuh"
 #include "common/tiles.cuh"
 
-constexpr int kWarps = 4;
-constexpr int kWarpRows = 32;
-constexpr int kRows = kWarps * kWarpRows;
-constexpr int kParts = ceil_div(MAX_N, kRows);
+constexpr int kWarpRows = 16;
+constexpr int kParts = 2;
+constexpr int kRows = MAX_N / kParts;
+constexpr int kWarps = kRows / kWarpRows;
+static_assert(kRows % kWarpRows == 0);
 constexpr int kColumns = 8;
 constexpr int kThreads = (kWarps + 1) * 32;
-constexpr int kStages = 4;
+constexpr int kStages = MAX_N > 160 ? 4 : 6;
 constexpr int kTokenBytes = kRows * kBlockBytes;
 constexpr int kColumnBytes = 2 * kAStepBytes;  // of A by a K-block
 constexpr int kStageBytes = kTokenBytes + kColumns * kColumnBytes;
@@ -62,6 +64,11 @@ struct Shrink {
         const int64_t expert = int64_t(share.group.slot) * num_experts + share.group.expert;
         return layer->lora_a_down + (expert * (max_rank / kRankBlock) + first_column + lane) * column_bytes;
     }
+    // Has L2 bring A, which no kernel makes.
+    __device__ __forceinline__ void ask_for_a(const Share& share, int first_column) const {
+        if (share.num_rows > 0 && lane < share.columns)
+            prefetch_bulk(column_of(share, first_column), k_blocks * kColumnBytes);
+    }
     __device__ __forceinline__ void load(const Share& share, int first_column, uint64_t policy) {
         const uint8_t* column = column_of(share, first_column);
         const bool has_column = lane < share.columns;
@@ -82,14 +89,14 @@ struct Shrink {
         }
     }
 
-    using Sums = float[2][kColumns][4];
+    using Sums = float[kColumns][4];
 
     __device__ __forceinline__ void multiply_block(Sums& sums, const uint8_t* stage, const Share& share) const {
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
-            uint4 x[4];
+            uint4 x[2];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            for (int i = 0; i < 2; ++i) {
                 const int row = warp * kWarpRows + i * 8 + lane / 4;
                 const int chunk = (step * 4 + lane % 4) ^ ((share.first_row + row) & 7);
                 x[i] = *reinterpret_cast<const uint4*>(stage + row * kBlockBytes + chunk * 16);
@@ -99,8 +106,7 @@ struct Shrink {
                 if (c >= share.columns) break;
                 const uint4 a = *reinterpret_cast<const uint4*>(stage + kTokenBytes + c * kColumnBytes +
                                                                 step * kAStepBytes + lane * 16);
-#pragma unroll
-                for (int m = 0; m < 2; ++m) mma_m16n8k32(sums[m][c], x[2 * m], x[2 * m + 1], a);
+                mma_m16n8k32(sums[c], x[0], x[1], a);
             }
         }
     }
@@ -111,9 +117,9 @@ struct Shrink {
             if (c >= share.columns) break;
             bf16* column = h + column_offset(first_column + c, share.first_row, rows) + lane % 4 * 2;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            for (int i = 0; i < 2; ++i) {
                 const int row = warp * kWarpRows + i * 8 + lane / 4;
-                const float* pair = &sums[i / 2][c][i % 2 * 2];
+                const float* pair = &sums[c][i * 2];
                 if (row < share.num_rows)
                     *reinterpret_cast<uint32_t*>(column + row * kRankBlock) =
                         pack_bf16(pair[0] * scaling, pair[1] * scaling);
@@ -143,25 +149,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
         barrier_init_fence();
     }
     __syncthreads();
-    grid_dependency_wait();
-    grid_dependency_launch();
 
     Shrink shrink{layer, act, h, num_experts, k_blocks, rows, max_rank, shared, ring};
     const int chunks = ceil_div(max_rank / kRankBlock, kColumns);
     const int num_items = *num_tiles * kParts * chunks;
     const uint64_t policy = evict_first_policy();
+    bool waits = true;
     for (int item = blockIdx.x; item < num_items; item += gridDim.x) {
         const TokenTile tile = tiles[item / (kParts * chunks)];
-        const int first = tile.first_row + item / chunks % kParts * kRows;
-        const int last = tile.first_row + min(tile.num_rows, (item / chunks % kParts + 1) * kRows);
+        const int rows_each = round_up(ceil_div(tile.num_rows, kParts), kRowAlign);
+        const int first = tile.first_row + item / chunks % kParts * rows_each;
+        const int last = min(first + rows_each, tile.first_row + tile.num_rows);
         const int first_column = item % chunks * kColumns;
         for (int i = 0; i < tile.num_groups(); ++i) {
             const Share share(layer, groups[tile.first_group() + i], num_experts, first, last, first_column);
+            if (waits) {
+                if (shrink.warp == kWarps) shrink.ask_for_a(share, first_column);
+                grid_dependency_wait();
+                grid_dependency_launch();
+                waits = false;
+            }
             if (share.num_rows == 0 || share.columns == 0) continue;
             if (shrink.warp == kWarps)
                 shrink.load(share, first_column, policy);
             else
                 shrink.multiply(share, first_column);
         }
+    }
+    if (waits) {
+        grid_dependency_wait();
+        grid_dependency_launch();
     }
 }

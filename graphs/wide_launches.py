@@ -11,11 +11,23 @@ WIDE_ROWS = 64
 """Rows that a block of ``wide_gather_shrink`` takes."""
 WIDE_STAGES_BYTES = 4 * (WIDE_ROWS * 128 + 8 * 1024)
 """Shared memory of such a block: four stages of a K-block of its rows and of eight columns of A."""
-WIDE_RING_BYTES = 4 * (128 * 128 + 8 * 1024 + 16)
-"""Shared memory of a block of ``wide_shrink``: a ring of four stages of 128 rows and eight columns of A."""
+WIDE_SHRINK_PARTS, WIDE_SHRINK_ROWS = 2, 16
+"""Parts of a token tile that are one block's of ``wide_shrink``, and rows that a warp of it takes."""
+WIDE_SHRINK_STAGES = {128: 6, 160: 6, 256: 4}
+"""Stages of its ring, by the tile: as many as leave room for two blocks on an SM."""
 WIDE_GATHER_WARPS = 4
 WIDE_FINALIZE_BLOCKS = 5
 """Blocks of ``wide_finalize`` that an SM holds."""
+
+
+def wide_shrink_threads(tile: int) -> int:
+    """Threads of a block of ``wide_shrink``: a warp for so many rows, and one that brings them."""
+    return 32 * (tile // WIDE_SHRINK_PARTS // WIDE_SHRINK_ROWS + 1)
+
+
+def wide_shrink_bytes(tile: int) -> int:
+    """Shared memory of such a block: a ring of K-blocks of its rows and of eight columns of A."""
+    return WIDE_SHRINK_STAGES[tile] * (tile // WIDE_SHRINK_PARTS * 128 + 8 * 1024 + 16)
 
 
 class WideLaunches(LoraLaunches):
@@ -125,8 +137,8 @@ class WideLaunches(LoraLaunches):
         """h of down."""
         return self.kernels.get(kernels.wide_shrink(self.tile), dynamic=True).prepare(
             grid=(2 * self.sm_count, 1, 1),
-            block=(160, 1, 1),
-            dynamic_shared_bytes=WIDE_RING_BYTES,
+            block=(wide_shrink_threads(self.tile), 1, 1),
+            dynamic_shared_bytes=wide_shrink_bytes(self.tile),
             stream=stream,
             arguments={
                 "layer": self.layer,
@@ -140,6 +152,7 @@ class WideLaunches(LoraLaunches):
             waits=True,
             holds=True,
             programmatic=True,
+            early=frozenset({"input", "tiles", "num_tiles", "groups"}),
             reads=frozenset({"input", "act", "tiles", "num_tiles", "groups"}),
             writes=frozenset({"down_h"}),
             label="lora_shrink of down",

@@ -64,6 +64,11 @@ __device__ __forceinline__ void prefetch_line(const void* global) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
 }
 
+// The same of `bytes`, as bulk_load takes them.
+__device__ __forceinline__ void prefetch_bulk(const void* global, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
+
 // Starts copying 16 bytes to shared memory, or zeros unless `real`.
 __device__ __forceinline__ void async_copy16(void* shared, const void* global, bool real) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
