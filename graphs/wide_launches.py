@@ -7,27 +7,26 @@ from .kernel import PreparedLaunch
 from .lora_launches import LoraLaunches
 from .streams import Stream
 
-WIDE_ROWS = 64
-"""Rows that a block of ``wide_gather_shrink`` takes."""
-WIDE_STAGES_BYTES = 4 * (WIDE_ROWS * 128 + 8 * 1024)
-"""Shared memory of such a block: four stages of a K-block of its rows and of eight columns of A."""
-WIDE_SHRINK_PARTS, WIDE_SHRINK_ROWS = 2, 16
-"""Parts of a token tile that are one block's of ``wide_shrink``, and rows that a warp of it takes."""
+WIDE_PARTS, WIDE_WARP_ROWS = 2, 16
+"""Parts of a token tile, each a block's of ``wide_gather_shrink`` or ``wide_shrink``, and rows that a warp takes."""
+WIDE_GATHER_STAGES = 4
+"""Stages of a block of ``wide_gather_shrink``."""
 WIDE_SHRINK_STAGES = {128: 6, 160: 6, 256: 4}
-"""Stages of its ring, by the tile: as many as leave room for two blocks on an SM."""
+"""Those of a block of ``wide_shrink``, by the tile: as many as leave room for two blocks on an SM."""
 WIDE_GATHER_WARPS = 4
 WIDE_FINALIZE_BLOCKS = 5
 """Blocks of ``wide_finalize`` that an SM holds."""
 
 
-def wide_shrink_threads(tile: int) -> int:
-    """Threads of a block of ``wide_shrink``: a warp for so many rows, and one that brings them."""
-    return 32 * (tile // WIDE_SHRINK_PARTS // WIDE_SHRINK_ROWS + 1)
+def wide_shrink_threads(tile: int, *, gathers: bool) -> int:
+    """Threads of a block that shrinks: a warp for so many rows, and one that brings them unless all do."""
+    return 32 * (tile // WIDE_PARTS // WIDE_WARP_ROWS + (not gathers))
 
 
-def wide_shrink_bytes(tile: int) -> int:
-    """Shared memory of such a block: a ring of K-blocks of its rows and of eight columns of A."""
-    return WIDE_SHRINK_STAGES[tile] * (tile // WIDE_SHRINK_PARTS * 128 + 8 * 1024 + 16)
+def wide_shrink_bytes(tile: int, *, gathers: bool) -> int:
+    """Shared memory of such a block: stages of a K-block of its rows and of eight columns of A, or a ring of them."""
+    stage_bytes = tile // WIDE_PARTS * 128 + 8 * 1024
+    return WIDE_GATHER_STAGES * stage_bytes if gathers else WIDE_SHRINK_STAGES[tile] * (stage_bytes + 16)
 
 
 class WideLaunches(LoraLaunches):
@@ -110,9 +109,9 @@ class WideLaunches(LoraLaunches):
     def wide_gather_shrink(self, stream: Stream) -> PreparedLaunch:
         """The gather, and on its way h of gate and up."""
         return self.kernels.get(kernels.wide_gather_shrink(self.tile), dynamic=True).prepare(
-            grid=(self._parts, 1, 1),
-            block=(128, 1, 1),
-            dynamic_shared_bytes=WIDE_STAGES_BYTES,
+            grid=(WIDE_PARTS * self.geometry.token_tiles(self.num_tokens, self.tile), 1, 1),
+            block=(wide_shrink_threads(self.tile, gathers=True), 1, 1),
+            dynamic_shared_bytes=wide_shrink_bytes(self.tile, gathers=True),
             stream=stream,
             arguments={
                 "layer": self.layer,
@@ -137,8 +136,8 @@ class WideLaunches(LoraLaunches):
         """h of down."""
         return self.kernels.get(kernels.wide_shrink(self.tile), dynamic=True).prepare(
             grid=(2 * self.sm_count, 1, 1),
-            block=(wide_shrink_threads(self.tile), 1, 1),
-            dynamic_shared_bytes=wide_shrink_bytes(self.tile),
+            block=(wide_shrink_threads(self.tile, gathers=False), 1, 1),
+            dynamic_shared_bytes=wide_shrink_bytes(self.tile, gathers=False),
             stream=stream,
             arguments={
                 "layer": self.layer,
@@ -187,10 +186,6 @@ class WideLaunches(LoraLaunches):
     @property
     def _share(self) -> int:
         return -(-self.slot_rows // WIDE_SHARES)
-
-    @property
-    def _parts(self) -> int:
-        return self.geometry.token_tiles(self.num_tokens, self.tile) * -(-self.tile // WIDE_ROWS)
 
     def _column_sizes(self, k_blocks: int) -> dict[str, Argument]:
         return {

@@ -17,7 +17,7 @@ from moelet.graphs.planning import plan_memory
 from moelet.graphs.pool import Variant, eager_shapes
 from moelet.graphs.program import Plan
 from moelet.graphs.sort_launches import SORT_WARPS
-from moelet.graphs.wide_launches import WIDE_ROWS, WIDE_STAGES_BYTES, wide_shrink_bytes, wide_shrink_threads
+from moelet.graphs.wide_launches import WIDE_PARTS, wide_shrink_bytes, wide_shrink_threads
 from moelet.layer.spec import LayerSpec
 from ordering import labelled, ordering_edges
 from pointers import pointed_at
@@ -123,14 +123,14 @@ def test_the_gemm_asks_for_the_shared_memory_that_it_carves_up(
 
 
 def test_the_shrinks_ask_for_the_shared_memory_that_they_carve_up(tmp_path: Path) -> None:
-    asserts = [f"kStages * kStageBytes == {WIDE_STAGES_BYTES}", f"kRows == {WIDE_ROWS}", "kThreads == 128"]
-    check(tmp_path, '#include "common/wide_columns.cuh"', asserts)
-    for tile in WIDE_TILES:
-        asserts = [f"kStages * kStageBytes + sizeof(Ring) == {wide_shrink_bytes(tile)}"]
-        asserts += [f"kThreads == {wide_shrink_threads(tile)}"]
+    for tile, gathers in product(WIDE_TILES, (True, False)):
+        asked = wide_shrink_bytes(tile, gathers=gathers)
+        asserts = [f"kStages * kStageBytes{'' if gathers else ' + sizeof(Ring)'} == {asked}", f"kParts == {WIDE_PARTS}"]
+        asserts += [f"kThreads == {wide_shrink_threads(tile, gathers=gathers)}"]
         constants = constants_of("wide_shrink.cu", "// One adapter group's rows")
-        check(tmp_path, constants, asserts, {"MAX_N": tile, "BLOCK_M": 128})
-        assert 2 * (wide_shrink_bytes(tile) + 1024) <= HOPPER_SHARED_BYTES + 1024, "two blocks an SM"
+        header = '#include "common/wide_columns.cuh"' if gathers else constants
+        check(tmp_path, header, asserts, {"MAX_N": tile, "BLOCK_M": 128})
+        assert 2 * (asked + 1024) <= HOPPER_SHARED_BYTES + 1024, "two blocks an SM"
 
 
 def test_the_sort_asks_for_the_shared_memory_that_it_carves_up(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 // Token rows on their way through shared memory, and the product with the adapters' A while they are there.
 //
-// A block has up to kRows rows of a token tile in stages of one K-block, rows in BlockMajorK. What is to be made of
-// them are columns of h, eight ranks each, gate's and up's in turn, of all adapter groups that the rows belong to: up
-// to kColumns at a time. Each warp multiplies 16 rows over all of K, so that a row's h does not depend on its
-// neighbours. Only live ranks are read.
+// A block has one of kParts about equal parts of a token tile in stages of one K-block, rows in BlockMajorK. What is to
+// be made of them are columns of h, eight ranks each, gate's and up's in turn, of all adapter groups that the rows
+// belong to: up to kColumns at a time. Each warp multiplies 16 rows over all of K, so that a row's h does not depend on
+// its neighbours. Only live ranks are read.
 #pragma once
 
 #include "common/barrier.cuh"
@@ -13,9 +13,11 @@
 #include "common/scan.cuh"
 #include "common/tiles.cuh"
 
-constexpr int kWarps = 4;
+constexpr int kParts = 2;
+constexpr int kRows = MAX_N / kParts;
+constexpr int kWarps = kRows / 16;
 constexpr int kThreads = kWarps * 32;
-constexpr int kRows = kWarps * 16;
+static_assert(kRows % 16 == 0);
 constexpr int kColumns = 8;
 constexpr int kProjections = 2;
 constexpr int kStages = 4;
@@ -25,7 +27,7 @@ constexpr int kColumnBytes = 2 * kAStepBytes;   // of A by a K-block
 constexpr int kRowsPerThread = kRows * kChunksPerRow / kThreads;
 constexpr int kStageBytes = kRowBytes + kColumns * kColumnBytes;
 constexpr int kChunksPerColumn = kColumnBytes / 16;  // of a K-block
-constexpr int kAPerThread = kColumns * kChunksPerColumn / kThreads;
+constexpr int kAPerThread = ceil_div(kColumns * kChunksPerColumn, kThreads);
 
 struct Column {
     const uint8_t* a;  // null: written as zero, for the other projection has more ranks
@@ -206,7 +208,7 @@ struct Part {
         }
         int first;
         const int met = met_columns(num_columns, first);
-        const int width = met > 4 ? 8 : met > 2 ? 4 : 2;
+        const int width = met > 4 ? 8 : met > 2 ? 4 : met > 0 ? 2 : 0;
         first = min(first, kColumns - width);
         Sums sums = {};
         for (int block = 0; block < kStages - 1; ++block) {
@@ -224,7 +226,7 @@ struct Part {
                 multiply<8>(sums, block, first);
             else if (width == 4)
                 multiply<4>(sums, block, first);
-            else
+            else if (width == 2)
                 multiply<2>(sums, block, first);
         }
         store(sums, h, first, min(first + width, num_columns));
@@ -233,14 +235,13 @@ struct Part {
 };
 
 // This block's part of the tiles, none of its rows where it has nothing to do.
-__device__ __forceinline__ TokenTile part_of(const TokenTile* tiles, int num_tiles, int max_n, int& first_row,
-                                             int& num_rows) {
-    const int parts = ceil_div(max_n, kRows);
-    const int index = blockIdx.x / parts;
+__device__ __forceinline__ TokenTile part_of(const TokenTile* tiles, int num_tiles, int& first_row, int& num_rows) {
+    const int index = blockIdx.x / kParts;
     TokenTile tile{};
     if (index < num_tiles) tile = tiles[index];
-    const int first = blockIdx.x % parts * kRows;
+    const int rows_each = round_up(ceil_div(tile.num_rows, kParts), kRowAlign);
+    const int first = blockIdx.x % kParts * rows_each;
     first_row = tile.first_row + first;
-    num_rows = max(min(tile.num_rows - first, kRows), 0);
+    num_rows = max(min(tile.num_rows - first, rows_each), 0);
     return tile;
 }
