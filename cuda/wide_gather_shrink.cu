@@ -4,7 +4,7 @@
 // adapters there, and leave as whole runs of memory. Compile-time: MAX_N (tokens of the largest tile).
 #include "common/wide_columns.cuh"
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
+extern "C" __global__ void __launch_bounds__(kThreads, kAlike ? 2 : 3)
     wide_gather_shrink(const LayerArgs* layer, const bf16* hidden, const int* place_tokens, const TokenTile* tiles,
                        const int* num_tiles, const LoraGroup* groups, uint8_t* tokens, bf16* h, int num_experts,
                        int k_blocks, int rows, int max_rank) {

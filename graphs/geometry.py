@@ -163,9 +163,8 @@ class Geometry:
 
     def sorts_narrow(self, num_tokens: int, *, slots: int) -> bool:
         """Whether few blocks sort ``num_tokens`` tokens, each in a single trip to memory."""
-        needed = self.narrow_sort_shared_bytes(slots=slots) + 4 * NARROW_SHARE
         few = num_tokens <= WIDE_ABOVE and num_tokens * self.choices <= NARROW_ROWS
-        return few and needed <= MOST_SHARED_BYTES
+        return few and self.narrow_sort_shared_bytes(slots=slots) <= MOST_SHARED_BYTES
 
     def wide_sort_shared_bytes(self, *, slots: int) -> int:
         """Shared memory of a block that sorts many tokens: no keys, but the buckets' counters twice, and where there

@@ -51,7 +51,7 @@ def few_sort() -> Specialisation:
 
 
 def narrow_sort() -> Specialisation:
-    """The same of few slot rows, by few blocks."""
+    """The sort of up to 256 tokens, by few blocks."""
     return Specialisation("narrow_sort.cu")
 
 

@@ -7,8 +7,10 @@ from .kernel import PreparedLaunch
 from .lora_launches import LoraLaunches
 from .streams import Stream
 
-WIDE_PARTS, WIDE_WARP_ROWS = 2, 16
-"""Parts of a token tile, each a block's of ``wide_gather_shrink`` or ``wide_shrink``, and rows that a warp takes."""
+WIDE_GATHER_PARTS, WIDE_SHRINK_PARTS = {128: 2, 160: 2, 256: 4}, 2
+"""Parts of a token tile, each a block's of ``wide_gather_shrink``, by the tile, or of ``wide_shrink``."""
+WIDE_WARP_ROWS = 16
+"""Rows that a warp of either takes."""
 WIDE_GATHER_STAGES = 4
 """Stages of a block of ``wide_gather_shrink``."""
 WIDE_SHRINK_STAGES = {128: 6, 160: 6, 256: 4}
@@ -18,14 +20,19 @@ WIDE_FINALIZE_BLOCKS = 5
 """Blocks of ``wide_finalize`` that an SM holds."""
 
 
+def wide_parts(tile: int, *, gathers: bool) -> int:
+    """Parts of a token tile, each a block's of the kernel that shrinks and ``gathers`` or does not."""
+    return WIDE_GATHER_PARTS[tile] if gathers else WIDE_SHRINK_PARTS
+
+
 def wide_shrink_threads(tile: int, *, gathers: bool) -> int:
-    """Threads of a block that shrinks: a warp for so many rows, and one that brings them unless all do."""
-    return 32 * (tile // WIDE_PARTS // WIDE_WARP_ROWS + (not gathers))
+    """Threads of such a block: a warp for so many rows, and one that brings them unless all do."""
+    return 32 * (tile // wide_parts(tile, gathers=gathers) // WIDE_WARP_ROWS + (not gathers))
 
 
 def wide_shrink_bytes(tile: int, *, gathers: bool) -> int:
     """Shared memory of such a block: stages of a K-block of its rows and of eight columns of A, or a ring of them."""
-    stage_bytes = tile // WIDE_PARTS * 128 + 8 * 1024
+    stage_bytes = tile // wide_parts(tile, gathers=gathers) * 128 + 8 * 1024
     return WIDE_GATHER_STAGES * stage_bytes if gathers else WIDE_SHRINK_STAGES[tile] * (stage_bytes + 16)
 
 
@@ -109,7 +116,7 @@ class WideLaunches(LoraLaunches):
     def wide_gather_shrink(self, stream: Stream) -> PreparedLaunch:
         """The gather, and on its way h of gate and up."""
         return self.kernels.get(kernels.wide_gather_shrink(self.tile), dynamic=True).prepare(
-            grid=(WIDE_PARTS * self.geometry.token_tiles(self.num_tokens, self.tile), 1, 1),
+            grid=(wide_parts(self.tile, gathers=True) * self.geometry.token_tiles(self.num_tokens, self.tile), 1, 1),
             block=(wide_shrink_threads(self.tile, gathers=True), 1, 1),
             dynamic_shared_bytes=wide_shrink_bytes(self.tile, gathers=True),
             stream=stream,

@@ -17,7 +17,7 @@ from moelet.graphs.planning import plan_memory
 from moelet.graphs.pool import Variant, eager_shapes
 from moelet.graphs.program import Plan
 from moelet.graphs.sort_launches import SORT_WARPS
-from moelet.graphs.wide_launches import WIDE_PARTS, wide_shrink_bytes, wide_shrink_threads
+from moelet.graphs.wide_launches import wide_parts, wide_shrink_bytes, wide_shrink_threads
 from moelet.layer.spec import LayerSpec
 from ordering import labelled, ordering_edges
 from pointers import pointed_at
@@ -125,7 +125,8 @@ def test_the_gemm_asks_for_the_shared_memory_that_it_carves_up(
 def test_the_shrinks_ask_for_the_shared_memory_that_they_carve_up(tmp_path: Path) -> None:
     for tile, gathers in product(WIDE_TILES, (True, False)):
         asked = wide_shrink_bytes(tile, gathers=gathers)
-        asserts = [f"kStages * kStageBytes{'' if gathers else ' + sizeof(Ring)'} == {asked}", f"kParts == {WIDE_PARTS}"]
+        ring = "" if gathers else " + sizeof(Ring)"
+        asserts = [f"kStages * kStageBytes{ring} == {asked}", f"kParts == {wide_parts(tile, gathers=gathers)}"]
         asserts += [f"kThreads == {wide_shrink_threads(tile, gathers=gathers)}"]
         constants = constants_of("wide_shrink.cu", "// One adapter group's rows")
         header = '#include "common/wide_columns.cuh"' if gathers else constants

@@ -11,7 +11,7 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrival
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine; a block-wide barrier must follow.
+// Makes initialised barriers visible to the copy engine; a barrier among those that use them must follow.
 __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -101,7 +101,7 @@ __device__ __forceinline__ void async_copies_land() { asm volatile("cp.async.wai
 
 // Waits for this thread's 16-byte copies and lets the tensor cores see them, once a barrier has followed.
 __device__ __forceinline__ void async_copies_wait() {
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    async_copies_land();
     async_shared_fence();
 }
 

@@ -4,7 +4,7 @@
 
 #include "common/direct.cuh"
 
-constexpr int kFewRows = 32;
+constexpr int kFewRows = 32;  // the twin of FEW_ROWS
 
 struct FewRows {
     int id;      // global expert, as sent

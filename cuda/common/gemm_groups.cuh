@@ -1,4 +1,4 @@
-// The adapter groups of a token tile, as the warps that bring B and h go through them.
+// The adapter groups of a token tile, as the warps that bring B and h, or read them, go through them.
 #pragma once
 
 #include "common/gemm_args.cuh"
@@ -7,7 +7,7 @@
 
 constexpr int kTileFragmentBytes = BLOCK_M / 16 * kFragmentBytes;  // a row tile's part of one block of ranks
 
-// One adapter group of a tile; each lane of the producer holds one.
+// One adapter group of a tile; each lane of such a warp holds one.
 template <bool kDown>
 struct GroupSource {
     const uint8_t* b = nullptr;  // this row tile's fragments of the first block of ranks

@@ -5,7 +5,7 @@
 
 constexpr uint16_t kNoKey = 0xffff;  // of a row without a local expert
 
-// Where a slot row's routing lies.
+// Where a slot row's routing lies, as far as its key depends on it.
 struct Choice {
     int token;
     int number;  // among the token's choices

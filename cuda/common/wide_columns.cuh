@@ -1,7 +1,7 @@
 // Token rows on their way through shared memory, and the product with the adapters' A while they are there.
 //
-// A block has one of kParts about equal parts of a token tile in stages of one K-block, rows in BlockMajorK. What is to
-// be made of them are columns of h, eight ranks each, gate's and up's in turn, of all adapter groups that the rows
+// A block has one of kParts parts of a token tile in stages of one K-block, rows in BlockMajorK. What is to be made of
+// them are columns of h, eight ranks each, gate's and up's in turn, of all adapter groups that the rows
 // belong to: up to kColumns at a time. Each warp multiplies 16 rows over all of K, so that a row's h does not depend on
 // its neighbours. Only live ranks are read.
 #pragma once
@@ -13,8 +13,9 @@
 #include "common/scan.cuh"
 #include "common/tiles.cuh"
 
-constexpr int kParts = 2;
-constexpr int kRows = MAX_N / kParts;
+constexpr bool kAlike = MAX_N <= 160;  // parts have about equally many rows; else as many as they can have, and a rest
+constexpr int kParts = kAlike ? 2 : 4;
+constexpr int kRows = MAX_N / kParts;  // of a part at the most
 constexpr int kWarps = kRows / 16;
 constexpr int kThreads = kWarps * 32;
 static_assert(kRows % 16 == 0);
@@ -239,7 +240,7 @@ __device__ __forceinline__ TokenTile part_of(const TokenTile* tiles, int num_til
     const int index = blockIdx.x / kParts;
     TokenTile tile{};
     if (index < num_tiles) tile = tiles[index];
-    const int rows_each = round_up(ceil_div(tile.num_rows, kParts), kRowAlign);
+    const int rows_each = kAlike ? round_up(ceil_div(tile.num_rows, kParts), kRowAlign) : kRows;
     const int first = blockIdx.x % kParts * rows_each;
     first_row = tile.first_row + first;
     num_rows = max(min(tile.num_rows - first, rows_each), 0);
