@@ -151,16 +151,8 @@ __device__ __forceinline__ void list_tiles(const Rows& rows, const Tiling& tilin
 __device__ __forceinline__ void list_groups(const Rows& rows, int thread, LoraGroup* groups) {
 #pragma unroll 1
     for (int expert = thread; expert < rows.num_experts; expert += kThreads) {
-        int index = rows.groups[expert] & 0xffff;
-        if (rows.groups[expert] >> 16 == 0) continue;
-#pragma unroll 1
-        for (int slot = 0; slot < rows.buckets - 1; ++slot) {
-            const int count = rows_in_bucket(rows, expert, slot + 1);
-            const int start = rows.starts[expert] + rows.prefix[expert * rows.buckets + slot + 1];
-#pragma unroll 1
-            for (int row = 0; row < count; row += rows.group_rows)
-                groups[index++] = LoraGroup{expert, slot, start + row, min(rows.group_rows, count - row)};
-        }
+        const int index = rows.groups[expert] & 0xffff;
+        if (rows.groups[expert] >> 16 != 0) write_groups_of(rows, expert, groups, index);
     }
 }
 

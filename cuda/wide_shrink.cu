@@ -157,9 +157,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     bool waits = true;
     for (int item = blockIdx.x; item < num_items; item += gridDim.x) {
         const TokenTile tile = tiles[item / (kParts * chunks)];
-        const int rows_each = round_up(ceil_div(tile.num_rows, kParts), kRowAlign);
-        const int first = tile.first_row + item / chunks % kParts * rows_each;
-        const int last = min(first + rows_each, tile.first_row + tile.num_rows);
+        const int most = rows_each(tile.num_rows, kParts);
+        const int first = tile.first_row + item / chunks % kParts * most;
+        const int last = min(first + most, tile.first_row + tile.num_rows);
         const int first_column = item % chunks * kColumns;
         for (int i = 0; i < tile.num_groups(); ++i) {
             const Share share(layer, groups[tile.first_group() + i], num_experts, first, last, first_column);

@@ -8,7 +8,6 @@
 #include "common/sorting.cuh"
 
 constexpr int kThreads = 1024;
-constexpr int kTickets = 2;       // of the two GEMMs that follow
 constexpr int kTableKeys = 4096;  // keys of which each warp can have counts of its own
 
 // `before` gets what earlier shares have of each key, rows.prefix all of it.

@@ -71,15 +71,18 @@ class Site:
 
     @property
     def awaited(self) -> frozenset[str]:
-        """The buffers that a token MLP awaits without a count, which the sort has missing; none where there is none."""
-        if self.token_config is None:
-            return frozenset()
+        """The buffers that a token MLP awaits without a count, and its sort marks as missing."""
         return frozenset({"act", "gate_up_h", "down_h"} if self.lora else {"act"})
 
     @property
     def direct_input(self) -> dict[str, Argument]:
         """What a direct kernel reads of the input block."""
         return {name: self.input(name) for name in ("hidden_states", "topk_ids", "token_slots")}
+
+    @property
+    def sort_input(self) -> dict[str, Argument]:
+        """What a sort reads, but its sizes."""
+        return {"layer": self.layer, "topk_ids": self.topk_ids, "token_slots": self.input("token_slots")}
 
     @property
     def routing_sizes(self) -> dict[str, Argument]:

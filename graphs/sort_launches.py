@@ -36,9 +36,7 @@ class SortLaunches(Site):
             dynamic_shared_bytes=shared_bytes,
             stream=stream,
             arguments={
-                "layer": self.layer,
-                "topk_ids": self.topk_ids,
-                "token_slots": self.input("token_slots"),
+                **self.sort_input,
                 "places": self.buffer("places"),
                 "place_tokens": self.buffer("place_tokens"),
                 "row_slots": self.lora_buffer("row_slots"),
@@ -74,9 +72,7 @@ class SortLaunches(Site):
             block=(SORT_WARPS * 32, 1, 1),
             stream=stream,
             arguments={
-                "layer": self.layer,
-                "topk_ids": self.topk_ids,
-                "token_slots": self.input("token_slots"),
+                **self.sort_input,
                 "places": self.buffer("places"),
                 **self.direct_sizes,
                 "act": self.buffer("act"),

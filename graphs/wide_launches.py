@@ -49,9 +49,7 @@ class WideLaunches(LoraLaunches):
             dynamic_shared_bytes=4 * self.geometry.keys(slots=self.slots),
             stream=stream,
             arguments={
-                "layer": self.layer,
-                "topk_ids": self.topk_ids,
-                "token_slots": self.input("token_slots"),
+                **self.sort_input,
                 "counts": self.buffer("counts"),
                 **self.routing_sizes,
                 "share": int32(self._share),
@@ -72,9 +70,7 @@ class WideLaunches(LoraLaunches):
             dynamic_shared_bytes=self.geometry.wide_sort_shared_bytes(slots=self.slots),
             stream=stream,
             arguments={
-                "layer": self.layer,
-                "topk_ids": self.topk_ids,
-                "token_slots": self.input("token_slots"),
+                **self.sort_input,
                 "counts": self.buffer("counts"),
                 "places": self.buffer("places"),
                 "place_tokens": self.buffer("place_tokens"),

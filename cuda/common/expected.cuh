@@ -1,10 +1,8 @@
-// What a sort leaves for an expert MLP besides places: tickets, and how many parts are to come.
+// What a sort leaves for an expert MLP besides places: how many parts are to come.
 #pragma once
 
 #include "common/layout.cuh"
 #include "common/sorting.cuh"
-
-constexpr int kTickets = 2;  // of the two grouped GEMMs that follow
 
 // What an expert MLP counts down to zero: activations, h of gate and up, and h of down, by expert.
 struct Pending {

@@ -8,6 +8,11 @@ constexpr int kChunk = 8;     // elements of a 16-byte chunk, the unit of the sw
 constexpr int kRowAlign = 8;  // permuted rows of an expert are padded to this
 constexpr int kBlockBytes = kBlockK * 2;
 
+// Rows of each of `parts` about equal parts of an expert's `num_rows`, but the last.
+__device__ __forceinline__ int rows_each(int num_rows, int parts) {
+    return round_up(ceil_div(num_rows, parts), kRowAlign);
+}
+
 // Element offset of (row, k) in a swizzled BlockMajorK matrix of `rows` rows: [K/64, rows, 64],
 // 16-byte chunk c of a row stored at chunk c ^ (row % 8).
 __device__ __forceinline__ int64_t block_major_offset(int row, int k, int rows) {

@@ -6,6 +6,8 @@
 #include "common/scan.cuh"
 #include "common/tiles.cuh"
 
+constexpr int kTickets = 2;  // of the two GEMMs that follow; who sorts resets them
+
 struct Rows {
     int num_rows;     // num_tokens * choices
     int max_rows;     // of the captured shape
@@ -94,8 +96,7 @@ __device__ __forceinline__ int write_tiles(const Rows& rows, int tile_rows, bool
     for (int expert = first; expert < last; ++expert) {
         const int num_groups = rows.groups[expert];
         int step = tile_rows;
-        if (balanced)
-            step = round_up(ceil_div(rows.counts[expert], max(ceil_div(rows.counts[expert], tile_rows), 1)), kRowAlign);
+        if (balanced) step = rows_each(rows.counts[expert], max(ceil_div(rows.counts[expert], tile_rows), 1));
         for (int row = 0; row < rows.counts[expert]; row += step)
             tiles[index++] = TokenTile{expert, rows.starts[expert] + row, min(step, rows.counts[expert] - row),
                                        group | num_groups << 16};
@@ -106,6 +107,19 @@ __device__ __forceinline__ int write_tiles(const Rows& rows, int tile_rows, bool
     return total;
 }
 
+// An expert's adapter groups, from number `index` on; the number of the next.
+__device__ __forceinline__ int write_groups_of(const Rows& rows, int expert, LoraGroup* groups, int index) {
+#pragma unroll 1
+    for (int slot = 0; slot < rows.buckets - 1; ++slot) {
+        const int count = rows_in_bucket(rows, expert, slot + 1);
+        const int start = rows.starts[expert] + rows.prefix[expert * rows.buckets + slot + 1];
+#pragma unroll 1
+        for (int row = 0; row < count; row += rows.group_rows)
+            groups[index++] = LoraGroup{expert, slot, start + row, min(rows.group_rows, count - row)};
+    }
+    return index;
+}
+
 __device__ __forceinline__ void write_groups(const Rows& rows, LoraGroup* groups, int* num_groups) {
     const auto [first, last] = dealt_to(threadIdx.x, blockDim.x, rows.num_experts);
     int mine = 0;
@@ -113,13 +127,7 @@ __device__ __forceinline__ void write_groups(const Rows& rows, LoraGroup* groups
     int total;
     int index = block_exclusive_scan(mine, rows.warp_sums, total);
     for (int expert = first; expert < last; ++expert) {
-        if (rows.groups[expert] == 0) continue;
-        for (int slot = 0; slot < rows.buckets - 1; ++slot) {
-            const int count = rows_in_bucket(rows, expert, slot + 1);
-            const int start = rows.starts[expert] + rows.prefix[expert * rows.buckets + slot + 1];
-            for (int row = 0; row < count; row += rows.group_rows)
-                groups[index++] = LoraGroup{expert, slot, start + row, min(rows.group_rows, count - row)};
-        }
+        if (rows.groups[expert] != 0) index = write_groups_of(rows, expert, groups, index);
     }
     if (threadIdx.x == 0) *num_groups = total;
 }

@@ -1,9 +1,9 @@
 // Token rows on their way through shared memory, and the product with the adapters' A while they are there.
 //
 // A block has one of kParts parts of a token tile in stages of one K-block, rows in BlockMajorK. What is to be made of
-// them are columns of h, eight ranks each, gate's and up's in turn, of all adapter groups that the rows
-// belong to: up to kColumns at a time. Each warp multiplies 16 rows over all of K, so that a row's h does not depend on
-// its neighbours. Only live ranks are read.
+// them are columns of h, eight ranks each, gate's and up's in turn, of all adapter groups that the rows belong to: up
+// to kColumns at a time. Each warp multiplies 16 rows over all of K, so that a row's h does not depend on its
+// neighbours. Only live ranks are read.
 #pragma once
 
 #include "common/barrier.cuh"
@@ -240,9 +240,9 @@ __device__ __forceinline__ TokenTile part_of(const TokenTile* tiles, int num_til
     const int index = blockIdx.x / kParts;
     TokenTile tile{};
     if (index < num_tiles) tile = tiles[index];
-    const int rows_each = kAlike ? round_up(ceil_div(tile.num_rows, kParts), kRowAlign) : kRows;
-    const int first = blockIdx.x % kParts * rows_each;
+    const int most = kAlike ? rows_each(tile.num_rows, kParts) : kRows;
+    const int first = blockIdx.x % kParts * most;
     first_row = tile.first_row + first;
-    num_rows = max(min(tile.num_rows - first, rows_each), 0);
+    num_rows = max(min(tile.num_rows - first, most), 0);
     return tile;
 }
