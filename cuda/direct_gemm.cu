@@ -3,6 +3,7 @@
 // Every block makes the tiles from the routing itself and multiplies each by all hidden states, which stay in its
 // shared memory: an expert's tokens are columns of the product, put at their places as the tile is written.
 #define DIRECT 1
+#define HALVES 1
 #include "common/gemm.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -32,6 +33,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     named_barrier_sync(1, kConsumers);
     consume(memory, [&](Consumer& consumer, int item) {
         const Place place = place_of(gemm, item);
-        consume_item<EPILOGUE>(consumer, gemm, tile_of(gemm, memory, place), place, MAX_N);
+        consume_item<EPILOGUE>(consumer, gemm, 0, tile_of(gemm, memory, place), place, MAX_N);
     });
 }

@@ -69,23 +69,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (consumes || shrinks) named_barrier_sync(kPlacedBarrier, kConsumers + kShrinkThreads);
 #else
     __shared__ int num_made;
+    __shared__ bool crowded;
     __shared__ TokenTile first_tile;
     if (threadIdx.x / 32 == kConsumers / 32) {
-        const TileCount count(counts, num_experts, MAX_N);
-        mlp.take(count.total);
+        const TileCount count(counts, num_experts, HALVES * MAX_N);
+        const bool crowds = HALVES == 2 && count.is_crowded(MAX_N);
+        mlp.take(count.total, crowds);
         const Place place = place_of(mlp.gate_up, blockIdx.x);
         const TokenTile tile = count.find(place.tile);
         async_shared_fence();  // weights take the place of the counts
         if (threadIdx.x == kConsumers) {
             if (tile.expert >= 0) opened = producer.open(source_of(mlp.gate_up, tile, place));
             num_made = count.total;
+            crowded = crowds;
             first_tile = tile;
         }
     }
     __syncthreads();
-    mlp.take(num_made);
-    if (threadIdx.x >= kFirstSignal + kSignalThreads && !shrinks) return Gatherer{mlp.gate_up, memory}.run(first_tile);
-    grid_dependency_wait();
+    mlp.take(num_made, crowded);
+    constexpr int kFirstGatherer = kFirstSignal + kSignalThreads;
+    const bool gathers = kGathers && threadIdx.x >= kFirstGatherer && !shrinks;
+    if (!gathers) grid_dependency_wait();
 #endif
 #if LORA && DIRECT
     __shared__ Partial partial;
@@ -95,21 +99,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             .run();
 #elif LORA
     __shared__ TeamMemory team;
-    if (shrinks) return SortedShrinkTeam{mlp, team, hidden_states, num_groups}.run();
+    if (shrinks) {
+        if (kDealsRegisters) fewer_registers<kShrinkRegisters>();
+        return SortedShrinkTeam{mlp, team, hidden_states, num_groups}.run();
+    }
 #endif
-    if (threadIdx.x >= kFirstSignal) return Signaller{mlp, memory, pending}.run();
-    if (!consumes) return produce(producer, opened);
+    if (!consumes) {
+        if (kDealsRegisters) fewer_registers<kProducerRegisters>();
+#if !DIRECT
+        if (gathers) return Gatherer{mlp.gate_up, memory, int(threadIdx.x - kFirstGatherer) / 32}.run(first_tile);
+#endif
+        if (threadIdx.x >= kFirstSignal) return Signaller{mlp, memory, pending}.run();
+        return produce(producer, opened);
+    }
+    if (kDealsRegisters) more_registers<kConsumerRegisters>();
     consume(memory, [&](Consumer& consumer, int item) {
+        if (threadIdx.x == 0) memory.written_items.item = item;
         const bool is_down = mlp.is_down(item);
         const Gemm& gemm = is_down ? mlp.down : mlp.gate_up;
         const Place place = place_of(gemm, is_down ? item - mlp.gate_up.num_items : item);
         const TokenTile tile = tile_of(gemm, memory, place);
         if (is_down) {
-            consume_item<EPILOGUE_DOWN>(consumer, mlp.down, tile, place, tile.num_rows);
+            consume_item<EPILOGUE_DOWN>(consumer, mlp.down, mlp.gate_up.num_items, tile, place, tile.num_rows);
         } else {
-            consume_item<EPILOGUE_ACTIVATION>(consumer, mlp.gate_up, tile, place, DIRECT ? MAX_N : tile.num_rows);
-            if (threadIdx.x == 0) memory.written_items.tell(item);
+            const int num_columns = DIRECT ? MAX_N : tile.num_rows;
+            consume_item<EPILOGUE_ACTIVATION>(consumer, mlp.gate_up, 0, tile, place, num_columns);
+            if (threadIdx.x == 0) memory.written_items.tell();
         }
     });
-    if (threadIdx.x == 0) memory.written_items.tell(kNoItem);
+    if (threadIdx.x != 0) return;
+    memory.written_items.item = kNoItem;
+    memory.written_items.tell();
 }

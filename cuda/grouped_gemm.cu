@@ -1,6 +1,7 @@
 // The grouped GEMM over the tiles that the sort wrote: gate_up or down, raw or finished, with the LoRA delta or
 // without.
 #define DIRECT 0
+#define HALVES 1
 #include "common/gemm.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -32,6 +33,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     consume(memory, [&](Consumer& consumer, int item) {
         const Place place = place_of(gemm, item);
         const TokenTile tile = tile_of(gemm, memory, place);
-        consume_item<EPILOGUE>(consumer, gemm, tile, place, tile.num_rows);
+        consume_item<EPILOGUE>(consumer, gemm, 0, tile, place, tile.num_rows);
     });
 }

@@ -1,4 +1,4 @@
-// The sort of up to 256 tokens, in few blocks, so that what starts beside it finds most multiprocessors free: as
+// The sort of up to 2048 tokens, in few blocks, so that what starts beside it finds most multiprocessors free: as
 // sort.cu, to which a row's place is the same.
 //
 // One trip to memory: a thread holds the routing of its rows in registers. Every block counts all rows in shared memory
@@ -38,18 +38,20 @@ struct Earlier {
     }
 };
 
-// Divides rows by a token's choices: a product, for which rows times choices are less than 2^32.
-struct Tokens {
-    int choices;
+// Divides by a product: of numbers whose product with the divisor is less than 2^32.
+struct Divisor {
+    int divisor;
     uint32_t inverse;
 
-    __device__ __forceinline__ explicit Tokens(int choices) : choices(choices), inverse(0xffffffffu / choices + 1) {}
-    __device__ __forceinline__ int of(int row) const { return choices == 1 ? row : __umulhi(row, inverse); }
+    __device__ __forceinline__ explicit Divisor(int divisor) : divisor(divisor), inverse(0xffffffffu / divisor + 1) {}
+    __device__ __forceinline__ int divide(int number) const {
+        return divisor == 1 ? number : __umulhi(number, inverse);
+    }
 };
 
 // Counts all rows; returns the key of `own_row`, if it is this thread's.
 __device__ __forceinline__ uint16_t count_rows(const Rows& rows, const Routing& routing, const LayerArgs* layer,
-                                               const Tokens& tokens, const Earlier& earlier, int own_row) {
+                                               const Divisor& per_token, const Earlier& earlier, int own_row) {
     uint16_t own_key = kNoKey;
     const int num_rows = layer->num_tokens * routing.choices;
 #pragma unroll 1
@@ -60,7 +62,7 @@ __device__ __forceinline__ uint16_t count_rows(const Rows& rows, const Routing& 
         for (int i = 0; i < kBatch; ++i) {
             if (start + i * kThreads >= rows.max_rows) break;
             const int row = min(start + i * kThreads + int(threadIdx.x), rows.max_rows - 1);
-            const int token = tokens.of(row);
+            const int token = per_token.divide(row);
             const int number = row - token * routing.choices;
             choices[i] = Choice{token, number, token * routing.top_k + number};
             routed[i] = routing.load(choices[i]);
@@ -84,14 +86,14 @@ __device__ __forceinline__ uint16_t count_rows(const Rows& rows, const Routing& 
     return own_key;
 }
 
-// How an expert's rows are cut into token tiles: a power of two of them each, so that nothing is divided.
+// How an expert's rows are cut into token tiles: more than one of them each.
 struct Tiling {
     int rows;    // of a tile
     int* first;  // [num_experts] the number of an expert's first tile
-    int shift;
+    Divisor divisor;
 
-    __device__ __forceinline__ Tiling(int rows, int* first) : rows(rows), first(first), shift(__ffs(rows) - 1) {}
-    __device__ __forceinline__ int tiles_of(int count) const { return (count + rows - 1) >> shift; }
+    __device__ __forceinline__ Tiling(int rows, int* first) : rows(rows), first(first), divisor(rows) {}
+    __device__ __forceinline__ int tiles_of(int count) const { return divisor.divide(count + rows - 1); }
 };
 
 // Where an expert's tiles and groups begin in their lists, and its rows in memory. The sums over all threads' experts
@@ -179,8 +181,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     // Threads that hold the block's own rows place them; in their turn, others list tiles, and others groups.
     const int thread = (threadIdx.x + kThreads - blockIdx.x * kShare % kThreads) % kThreads;
     const int own_row = thread < kShare ? blockIdx.x * kShare + thread : -1;
-    const Tokens tokens(choices);
-    const uint16_t key = count_rows(rows, routing, layer, tokens, earlier, own_row);
+    const Divisor per_token(choices);
+    const uint16_t key = count_rows(rows, routing, layer, per_token, earlier, own_row);
     const int lower = __popc(__match_any_sync(~0u, key) & ((1u << lane) - 1));
     __syncthreads();
     const int listed = begin_experts(rows, tiling);
@@ -189,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         int place = -1;
         if (key != kNoKey) {
             place = rows.starts[routing.expert_of(key)] + rows.prefix[key] + earlier.before(key, thread / 32) + lower;
-            place_tokens[place] = tokens.of(own_row);
+            place_tokens[place] = per_token.divide(own_row);
             if (num_slots > 0) row_slots[place] = key % rows.buckets - 1;
         }
         places[own_row] = place;

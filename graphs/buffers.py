@@ -99,7 +99,7 @@ def plan_buffers(geometry: Geometry, num_tokens: int, *, lora: bool, apart: bool
     """
     rows = geometry.rows(num_tokens)
     slot_rows = max(num_tokens * geometry.choices, 1)
-    tiles = geometry.token_tiles(num_tokens, token_tile(geometry, num_tokens))
+    tiles = geometry.token_tiles(num_tokens, token_tile(geometry, num_tokens, lora=lora))
     inputs = max(InputLayout(geometry, num_tokens, kind).total_bytes for kind in RoutingInput)
     half, single, word = torch.bfloat16, torch.float32, torch.int32
     buffers = [

@@ -13,16 +13,18 @@ SHRINK_THREADS = 128
 """Threads of a block that shrink beside both products."""
 EXCLUSIVE_BYTES = 114 << 10
 """Shared memory that keeps a second GEMM block off an SM: two on one would leave another idle."""
-LORA_ENTRIES = 8
-"""Blocks of ranks that one LoRA stage of a GEMM holds."""
+LORA_ENTRIES, FEWER_ENTRIES = 8, 6
+"""Blocks of ranks that one LoRA stage of a GEMM holds, and that of an expert MLP of ``LORA_TILE``."""
 TOKEN_TILES = (8, 16, 32, 64, 128)
 """Tokens that one tile of a grouped GEMM can hold; the kernel is specialised for each."""
 MLP_TILES = TOKEN_TILES[:4]
 """Those for which an expert MLP exists: wider ones leave it too few registers."""
+LORA_TILE = 80
+"""One more for which there is one with adapters; without, tiles have two halves: ``halved_config``."""
 FEW_TILE = TOKEN_TILES[0]
 """The one for which an expert MLP exists that sorts for itself and holds all hidden states, of as many tokens at most;
 halved row tiles are for it alone."""
-STAGES = {False: {8: 12, 16: 12, 32: 11, 64: 9, 128: 6}, True: {8: 6, 16: 6, 32: 6, 64: 6, 128: 4}}
+STAGES = {False: {8: 12, 16: 12, 32: 11, 64: 9, 128: 6}, True: {8: 6, 16: 6, 32: 6, 64: 6, 80: 6, 128: 4}}
 """Stages of a ring, without and with LoRA, by the tokens of a tile. Six keep 96 KiB of weights in flight on every SM.
 Without LoRA there are more where there is room, which bridge the time until the first tokens come and that in which a
 tile leaves; with LoRA more gained nothing."""
@@ -51,13 +53,24 @@ class DirectLayer(Protocol):
 @dataclass(frozen=True, slots=True)
 class GemmConfig:
     """How a grouped GEMM is compiled: rows and tokens of a tile, stages of its ring, whether it is ``direct`` (of few
-    tokens as they came) or ``wide`` (of many, in clusters)."""
+    tokens as they came) or ``wide`` (of many, in clusters), and ``halves`` of a tile, each of ``max_n`` tokens."""
 
     block_m: int
     max_n: int
     stages: int
     direct: bool = False
     wide: bool = False
+    halves: int = 1
+
+    @property
+    def tile_rows(self) -> int:
+        """Tokens of a tile at the most."""
+        return self.max_n * self.halves
+
+    @property
+    def lora_entries(self) -> int:
+        """Blocks of ranks that a LoRA stage holds: fewer where there is no room for more."""
+        return FEWER_ENTRIES if self.max_n == LORA_TILE else LORA_ENTRIES
 
     @property
     def cluster(self) -> int:
@@ -71,8 +84,9 @@ class GemmConfig:
 
     def threads(self, *, lora: bool, mlp: bool = False) -> int:
         """Threads of a block: two for each weight row, a producing warp, with ``lora`` one more unless ``wide``, and in
-        an expert ``mlp`` one that signals, one that gathers, unless ``direct``, and with ``lora`` four that shrink."""
-        producers = 1 + (lora and not self.wide) + mlp + (mlp and not self.direct)
+        an expert ``mlp`` one that signals, one for each half that gathers, unless ``direct``, and with ``lora`` four
+        that shrink."""
+        producers = 1 + (lora and not self.wide) + mlp + self.halves * (mlp and not self.direct)
         return 2 * self.block_m + 32 * producers + (SHRINK_THREADS if lora and mlp else 0)
 
     def shared_bytes(self, *, staging: bool, lora_projections: int = 0, direct_for: DirectLayer | None = None) -> int:
@@ -88,10 +102,10 @@ class GemmConfig:
             needed += direct_for.direct_plan_bytes
         if lora_projections:
             h_blocks = 4 if self.max_n > 64 else 8
-            fragments = LORA_ENTRIES * self.block_m // 16 * 256
+            fragments = self.lora_entries * self.block_m // 16 * 256
             needed += 2 * (fragments + h_blocks * self.max_n * lora_projections * RANK_BLOCK * 2)
         ring_bytes = self.stages * (8 + 8 + 4)
-        lora_ring_bytes = 2 * (8 + 8 + 8 + 8 + 4 + 4 + 4 + LORA_ENTRIES * 8)
+        lora_ring_bytes = 2 * (8 + 8 + 8 + 8 + 4 + 4 + 4 + self.lora_entries * 8)
         announcement_bytes = 2 * (8 + 8 + 4)
         rings = (ring_bytes, lora_ring_bytes, announcement_bytes, announcement_bytes + 8)
         return max(needed + sum(round_up(each, 16) for each in rings), EXCLUSIVE_BYTES)
@@ -117,6 +131,13 @@ def gemm_config(tile: int, *, lora: bool = False, direct: bool = False) -> GemmC
 def deep_config() -> GemmConfig:
     """That of a direct expert MLP without LoRA where hidden states leave room for a longer ring."""
     return GemmConfig(128, FEW_TILE, stages=9, direct=True)
+
+
+def halved_config() -> GemmConfig:
+    """That of an expert MLP of many tokens without LoRA: tiles have two halves, so that weights are brought once for
+    both. Of few tokens the smaller kernel is the faster one."""
+    tile = MLP_TILES[-1]
+    return GemmConfig(128, tile, STAGES[False][tile], halves=2)
 
 
 def few_config() -> GemmConfig:

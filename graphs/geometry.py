@@ -6,6 +6,7 @@ from ..layer.layout import BLOCK_K, round_up
 from ..layer.spec import LayerSpec, RoutingSpec
 from .gemm_config import (
     FEW_TILE,
+    LORA_TILE,
     MLP_TILES,
     MOST_SHARED_BYTES,
     RANK_BLOCK,
@@ -15,6 +16,7 @@ from .gemm_config import (
     deep_config,
     few_config,
     gemm_config,
+    halved_config,
 )
 
 ROW_TILE = 128
@@ -27,8 +29,13 @@ where an expert MLP takes them, as many as its warps shrink at once."""
 HALVED_ITEMS, LONE_ITEMS = 64, 128
 """Whole row tiles of gate_up up to which they are halved, and of either product up to which most multiprocessors have
 one at the most."""
-MLP_TOKENS = 256
-"""Tokens that an expert MLP takes at the most; more are bound by arithmetic."""
+MLP_TOKENS = 2048
+"""Tokens that an expert MLP takes at the most."""
+MLP_LOAD, MLP_CROWD, CROWD_EXPERTS = 48, 64, 64
+"""Tokens that an expert has on average then at the most: so few that almost none has more than ``MLP_TILES[-1]``, or,
+where there are so many experts that blocks end together, so many that ``LORA_TILE`` holds almost all."""
+HALVES_ABOVE = 256
+"""Tokens above which its tiles have two halves, without adapters."""
 SHRINK_PARTS = 4
 """Parts that a shrink of an expert MLP has at least where there are as many blocks of ranks."""
 SHRINK_BYTES = 4 << 10
@@ -38,7 +45,8 @@ DIRECT_ROWS = 256
 NARROW_SHARE, NARROW_ROWS = 128, (1 << 14) - 1
 """Slot rows that a block places that sorts few tokens, and the most that it can count."""
 WIDE_ABOVE = 256
-"""Tokens above which two kernels sort them, and wide GEMMs are used where experts have enough of them."""
+"""Tokens above which two kernels sort them, and wide GEMMs are used where experts have enough of them, unless an expert
+MLP takes them."""
 WIDE_LOAD, WIDE_LORA_LOAD = 32, 96
 """Tokens that an expert should have on average for them, in a base batch and in one with adapters."""
 WIDE_SHARES = 64
@@ -163,7 +171,7 @@ class Geometry:
 
     def sorts_narrow(self, num_tokens: int, *, slots: int) -> bool:
         """Whether few blocks sort ``num_tokens`` tokens, each in a single trip to memory."""
-        few = num_tokens <= WIDE_ABOVE and num_tokens * self.choices <= NARROW_ROWS
+        few = num_tokens <= MLP_TOKENS and num_tokens * self.choices <= NARROW_ROWS
         return few and self.narrow_sort_shared_bytes(slots=slots) <= MOST_SHARED_BYTES
 
     def wide_sort_shared_bytes(self, *, slots: int) -> int:
@@ -203,19 +211,29 @@ class Geometry:
     def mlp(self, num_tokens: int, *, lora: bool, direct: bool) -> bool:
         """Whether one kernel has both products. Two, but not the four of ``lora``, take less time where one of the
         products of few tokens has one tile for most multiprocessors and none for the others."""
-        tile = token_tile(self, num_tokens)
         items = self._gate_up_items(num_tokens)
-        lone = tile == FEW_TILE and items > HALVED_ITEMS and min(items, self._down_items(num_tokens)) <= LONE_ITEMS
-        return tile <= MLP_TILES[-1] and num_tokens <= MLP_TOKENS and not (lone and direct and not lora)
+        lone = items > HALVED_ITEMS and min(items, self._down_items(num_tokens)) <= LONE_ITEMS
+        tile = token_tile(self, num_tokens, lora=lora)
+        exists = tile in MLP_TILES or (lora and tile == LORA_TILE)
+        two = tile == FEW_TILE and lone and direct and not lora
+        return exists and self.mlp_takes(num_tokens, lora=lora) and not two
+
+    def mlp_takes(self, num_tokens: int, *, lora: bool) -> bool:
+        """Whether ``num_tokens`` tokens are few enough for an expert MLP, of each expert and together."""
+        most = MLP_CROWD if self.experts >= CROWD_EXPERTS else MLP_LOAD
+        few = num_tokens <= MLP_TOKENS and self.mean_load(num_tokens) <= most
+        return few and (num_tokens <= WIDE_ABOVE or self.sorts_narrow(num_tokens, slots=self.slots(lora=lora)))
 
     def mlp_config(self, num_tokens: int, *, lora: bool, direct: bool) -> GemmConfig:
         """How that kernel is compiled. Row tiles are halved where whole ones would be few."""
-        tile = token_tile(self, num_tokens)
+        tile = token_tile(self, num_tokens, lora=lora)
         if direct and tile == FEW_TILE and self._gate_up_items(num_tokens) <= HALVED_ITEMS:
             return few_config()
         deep = deep_config()
         if direct and not lora and deep.shared_bytes(staging=True, direct_for=self) <= MOST_SHARED_BYTES:
             return deep
+        if num_tokens > HALVES_ABOVE and tile == MLP_TILES[-1] and not lora:
+            return halved_config()
         return gemm_config(tile, lora=lora, direct=direct)
 
     def _gate_up_items(self, num_tokens: int) -> float:
@@ -247,6 +265,8 @@ class Geometry:
         """Tokens a tile of the wide GEMMs of ``num_tokens`` tokens: enough for most experts, so that their weights are
         read once; None where those are not used, or their sort would not fit into shared memory."""
         mean_load = self.mean_load(num_tokens)
+        if self.mlp_takes(num_tokens, lora=lora):
+            return None
         if mean_load < (WIDE_LORA_LOAD if lora else WIDE_LOAD) or not self.counts_keys(num_tokens, lora=lora):
             return None
         return next((tile for tile in WIDE_TILES if tile >= 1.25 * mean_load), WIDE_TILES[-1])
@@ -265,8 +285,12 @@ class Geometry:
         return MLP_GROUP_ROWS if self.mlp(num_tokens, lora=True, direct=False) else GROUP_ROWS
 
 
-def token_tile(geometry: Geometry, num_tokens: int) -> int:
+def token_tile(geometry: Geometry, num_tokens: int, *, lora: bool) -> int:
     """Tokens a tile: enough for all tokens of one expert where that is possible at all, so that its weights are read
     once; else the largest that the mean load calls for. Results do not depend on it."""
     wanted = min(num_tokens, max(64, round(2 * geometry.mean_load(num_tokens))))
+    if geometry.mlp_takes(num_tokens, lora=lora):
+        if lora and geometry.mean_load(num_tokens) > MLP_LOAD:
+            return LORA_TILE
+        wanted = min(wanted, MLP_TILES[-1])
     return next((tile for tile in TOKEN_TILES if tile >= wanted), TOKEN_TILES[-1])

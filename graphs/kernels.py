@@ -10,6 +10,7 @@ from .compiler import Cubin, Specialisation, compile_kernel, compile_kernels
 from .cubins import CubinStore
 from .gemm_config import (
     FEW_TILE,
+    LORA_TILE,
     MLP_TILES,
     RANK_BLOCKS,
     TOKEN_TILES,
@@ -18,6 +19,7 @@ from .gemm_config import (
     deep_config,
     few_config,
     gemm_config,
+    halved_config,
     wide_config,
 )
 from .kernel import Kernel
@@ -51,7 +53,7 @@ def few_sort() -> Specialisation:
 
 
 def narrow_sort() -> Specialisation:
-    """The sort of up to 256 tokens, by few blocks."""
+    """The sort of up to 2048 tokens, by few blocks."""
     return Specialisation("narrow_sort.cu")
 
 
@@ -96,7 +98,10 @@ def grouped_gemm(config: GemmConfig, epilogue: int, *, lora: bool) -> Specialisa
 
 def expert_mlp(config: GemmConfig, *, lora: bool) -> Specialisation:
     """Both products of the experts in one kernel; ``lora`` where it shrinks and adds the delta too."""
-    defines = dict(grouped_gemm(config, EPILOGUE_BOTH, lora=lora).defines) | {"DIRECT": int(config.direct)}
+    defines = dict(grouped_gemm(config, EPILOGUE_BOTH, lora=lora).defines) | {
+        "DIRECT": int(config.direct),
+        "HALVES": config.halves,
+    }
     return Specialisation("expert_mlp.cu", defines | ({"RANK_BLOCKS": config.rank_blocks} if lora else {}))
 
 
@@ -182,7 +187,8 @@ def for_tiles(tiles: Iterable[int], *, lora: bool) -> list[Specialisation]:
 def expert_mlps() -> list[Specialisation]:
     """The kernels that hold both products, of sorted tokens and of few tokens as they came."""
     tiles = [(FEW_TILE, True)] + [(tile, False) for tile in MLP_TILES]
-    return [expert_mlp(deep_config(), lora=False)] + [
+    base = [expert_mlp(config, lora=False) for config in (deep_config(), halved_config())]
+    return [*base, expert_mlp(gemm_config(LORA_TILE, lora=True), lora=True)] + [
         expert_mlp(config, lora=adds)
         for adds in (False, True)
         for config in (few_config(), *(gemm_config(tile, lora=adds, direct=direct) for tile, direct in tiles))

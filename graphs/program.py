@@ -19,8 +19,8 @@ class Plan(StrEnum):
     ``SINGLE_STREAM``            shrink and expand one after the other, before the GEMM or before finalize
     ``TWO_STREAM``               those of gate_up on the side stream, beside the gate_up GEMM
     ``TWO_STREAM_OVERLAP_DOWN``  those of down too, beside the down GEMM, and finalize behind them
-    ``FUSED``                    one stream; the GEMMs expand as they finish a tile, up to 256 tokens both of them and
-                                 the shrinks in one kernel
+    ``FUSED``                    one stream; the GEMMs expand as they finish a tile, unless tokens are many both of them
+                                 and the shrinks in one kernel
     """
 
     SINGLE_STREAM = "single_stream"
@@ -99,7 +99,7 @@ def build_program(
     elif fused and launches.token_config:
         build.launch(build.make.few_sort(build.main))
     else:
-        build.launch(build.make.sort(build.main))
+        build.launch(build.make.sort(build.main, fused=fused))
     if not (fused and (launches.direct or launches.mlp)):
         build.launch((build.make.wide_gather if counts else build.make.gather)(build.main))
     if fused:

@@ -43,12 +43,16 @@ class Site:
     def tile(self) -> int:
         """Tokens of a token tile."""
         wide = self.geometry.wide_tile(self.num_tokens, lora=self.lora) if self.wide else None
-        return wide or token_tile(self.geometry, self.num_tokens)
+        return wide or token_tile(self.geometry, self.num_tokens, lora=self.lora)
+
+    def tile_rows(self, *, fused: bool) -> int:
+        """Tokens of a tile as the sort makes it, which an expert MLP multiplies by halves."""
+        return self.mlp_config.tile_rows if fused and self.mlp else self.tile
 
     @property
     def counts_keys(self) -> bool:
         """Whether a fused forward sorts in two kernels."""
-        return self.geometry.counts_keys(self.num_tokens, lora=self.lora)
+        return not self.mlp and self.geometry.counts_keys(self.num_tokens, lora=self.lora)
 
     @property
     def mlp(self) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moelet.graphs import mlp_launches
 from moelet.graphs.adapters import AdapterSlots, SlotBank
 from moelet.graphs.buffers import RoutingInput
 from moelet.graphs.driver import open_device
@@ -129,7 +130,8 @@ class GpuLayer:
         apart: bool = False,
     ) -> Runnable:
         """The program of one variant, built once."""
-        key = (num_tokens, plan, routing, lora, captured, tuple((delays or {}).items()), apart)
+        patched = mlp_launches.PAIR_ROUNDS
+        key = (num_tokens, plan, routing, lora, captured, tuple((delays or {}).items()), apart, patched)
         if key not in self._built:
             variant = Variant(num_tokens, routing, lora)
             self._built[key] = self.pool.build(variant, plan, captured=captured, delays=delays, apart=apart)

@@ -54,7 +54,7 @@ def placed(
     layer.launch(runnable, *labels[: gathers + 1])
     token_slots = batch.token_slots.tolist() if lora else None
     wide = layer.geometry.wide_tile(shape, lora=lora) if runnable.wide else None
-    tile = wide or token_tile(layer.geometry, shape)
+    tile = wide or token_tile(layer.geometry, shape, lora=lora)
     ids, group_rows = batch.topk_ids.tolist(), layer.geometry.group_rows(shape)
     made = permutation(layer.geometry, ids, token_slots, tile, group_rows, balanced=runnable.wide)
     used = [(place, row // layer.geometry.choices) for row, place in enumerate(made.places) if place >= 0]

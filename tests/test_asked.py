@@ -37,7 +37,7 @@ CASES: dict[str, tuple[LayerSpec, dict[str, Any], set[str]]] = {
     "slice": (replace(SHARED_SPEC, num_local_experts=2, local_expert_offset=3), FEW, {"expert_mlp"}),
     "lone": (replace(SPEC, intermediate_size=200), FEW, {"direct_gemm"}),
     "wide": (ONE_EXPERT, WIDE, {"wide_gemm", "wide_count", "wide_sort", "wide_gather", "grouped_gemm"}),
-    "wide, two streams": (ONE_EXPERT, {"plan": Plan.TWO_STREAM, **WIDE}, {"wide_gather", "activation", "sort"}),
+    "wide, two streams": (ONE_EXPERT, {"plan": Plan.TWO_STREAM, **WIDE}, {"wide_gather", "activation", "narrow_sort"}),
     **{plan.value: (SPEC, {"plan": plan, **FEW}, {"lora_expand", "activation"}) for plan in Plan if plan != Plan.FUSED},
 }
 """A layer, options, and kernels that these are known to need."""

@@ -123,7 +123,7 @@ def test_every_token_tile_gives_the_same_bits(layer: GpuLayer, lora: bool, monke
     users_of_token_tile = [module for module in graphs if hasattr(module, "token_tile")]
     for tile, plan in product(TOKEN_TILES, (Plan.FUSED, Plan.SINGLE_STREAM)):
         for module in users_of_token_tile:
-            monkeypatch.setattr(module, "token_tile", lambda *_, tile=tile: tile)
+            monkeypatch.setattr(module, "token_tile", lambda *_, tile=tile, **__: tile)
         runnable = layer.pool.build(variant, plan, captured=False)
         layer.poison()
         assert same_bits(layer.forward(runnable, batch), first), (tile, plan)

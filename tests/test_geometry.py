@@ -10,33 +10,18 @@ from hypothesis import strategies as st
 
 from moelet.graphs.buffers import plan_buffers
 from moelet.graphs.gemm_config import (
-    EXCLUSIVE_BYTES,
-    FEW_TILE,
-    LORA_ENTRIES,
-    MLP_TILES,
     TOKEN_TILES,
-    GemmConfig,
-    deep_config,
-    few_config,
     gemm_config,
 )
-from moelet.graphs.geometry import DIRECT_ROWS, GROUP_ROWS, MLP_GROUP_ROWS, Geometry, token_tile
+from moelet.graphs.geometry import GROUP_ROWS, MLP_GROUP_ROWS, Geometry, token_tile
 from moelet.graphs.kernels import (
-    EPILOGUE_ACTIVATION,
-    EPILOGUE_BOTH,
-    EPILOGUE_DOWN,
-    EPILOGUE_DOWN_FP32,
-    EPILOGUE_GATE_UP,
     expert_mlp,
-    grouped_gemm,
 )
 from moelet.layer.spec import LayerSpec
 from permutation import permutation
 from static_asserts import check, constants_of
 
 SPEC = LayerSpec(index=0, hidden_size=72, intermediate_size=40, num_experts=12, top_k=3)
-HOPPER_SHARED_BYTES = 227 << 10
-"""What one block may ask for, from the CUDA programming guide's table of compute capability 9.0."""
 
 
 def geometry_of(spec: LayerSpec, max_loras: int = 3) -> Geometry:
@@ -145,65 +130,16 @@ def test_long_groups_are_cut_and_counted(tokens: int, loras: int) -> None:
 )
 def test_a_tile_holds_an_experts_tokens_where_it_can(tokens: int, top_k: int, experts: int, tile: int) -> None:
     geometry = geometry_of(replace(SPEC, num_experts=experts, num_local_experts=-1, top_k=top_k))
-    assert token_tile(geometry, tokens) == tile
+    assert token_tile(geometry, tokens, lora=False) == tile
 
 
 @given(st.integers(1, 300), st.integers(1, 8), st.integers(8, 256))
 def test_one_tile_an_expert_up_to_64_tokens(tokens: int, top_k: int, experts: int) -> None:
     geometry = geometry_of(replace(SPEC, num_experts=experts, num_local_experts=-1, top_k=top_k))
-    tile = token_tile(geometry, tokens)
+    tile = token_tile(geometry, tokens, lora=True)
     assert tile in TOKEN_TILES
     assert tile >= min(tokens, 64)
     assert tile == TOKEN_TILES[0] or TOKEN_TILES[TOKEN_TILES.index(tile) - 1] < tokens, "no larger than need be"
-
-
-GEMMS = {
-    (EPILOGUE_GATE_UP, False): 0,
-    (EPILOGUE_DOWN_FP32, False): 0,
-    (EPILOGUE_ACTIVATION, False): 0,
-    (EPILOGUE_DOWN, False): 0,
-    (EPILOGUE_ACTIVATION, True): 2,
-    (EPILOGUE_DOWN, True): 1,
-}
-"""Projections of whose delta a GEMM brings the parts in, by its epilogue and whether it adds one."""
-RINGS_SLACK = 32
-"""What rounding each of the rings up to 16 bytes may add to them all."""
-
-
-@pytest.mark.parametrize("tile", TOKEN_TILES)
-@pytest.mark.parametrize(("epilogue", "lora"), GEMMS)
-def test_the_gemm_asks_for_the_shared_memory_that_it_carves_up(
-    tile: int, epilogue: int, lora: bool, tmp_path: Path
-) -> None:
-    config, projections = gemm_config(tile, lora=lora), GEMMS[epilogue, lora]
-    asked = config.shared_bytes(staging=epilogue == EPILOGUE_ACTIVATION, lora_projections=projections)
-    assert_carved_up(tmp_path, config, epilogue, projections, asked)
-
-
-@pytest.mark.parametrize("experts", [1, 256])
-@pytest.mark.parametrize(
-    ("epilogue", "lora"), [(EPILOGUE_ACTIVATION, False), (EPILOGUE_BOTH, False), (EPILOGUE_BOTH, True)]
-)
-@pytest.mark.parametrize("config", [gemm_config(FEW_TILE, direct=True), deep_config(), few_config()], ids=str)
-def test_the_direct_kernels_ask_for_the_shared_memory_that_they_carve_up(
-    config: GemmConfig, epilogue: int, lora: bool, experts: int, tmp_path: Path
-) -> None:
-    geometry = geometry_of(replace(SPEC, num_experts=experts, num_local_experts=-1, top_k=1))
-    projections = 2 * lora
-    asked = config.shared_bytes(staging=True, lora_projections=projections, direct_for=geometry)
-    plan = "kDirectRows * (sizeof(DirectTile) + 3 * 2 + kRowAlign) + 4 * (32 + 2 * EXPERTS)"
-    asserts = [f"{plan} == {geometry.direct_plan_bytes}", f"kDirectRows == {DIRECT_ROWS}"]
-    check(tmp_path, '#include "common/direct.cuh"', asserts, {"EXPERTS": experts})
-    more = f" + {geometry.hidden_blocks} * kTokenBytes + {geometry.direct_plan_bytes}"
-    assert_carved_up(tmp_path, config, epilogue, projections, asked, more)
-
-
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("tile", MLP_TILES)
-def test_the_mlp_asks_for_the_shared_memory_that_it_carves_up(tile: int, lora: bool, tmp_path: Path) -> None:
-    config = gemm_config(tile, lora=lora)
-    asked = config.shared_bytes(staging=True, lora_projections=2 * lora)
-    assert_carved_up(tmp_path, config, EPILOGUE_BOTH, 2 * lora, asked)
 
 
 QWEN = replace(SPEC, hidden_size=2048, intermediate_size=768, num_experts=128, num_local_experts=-1, top_k=8)
@@ -218,7 +154,15 @@ SMALL_SLICE = replace(QWEN, intermediate_size=512, num_experts=256, num_local_ex
         (QWEN, 1, False, 128),  # 96 row tiles of gate_up for 132 multiprocessors
         (QWEN, 2, True, 128),
         (QWEN, 256, True, 128),
-        (QWEN, 257, False, 128),
+        (QWEN, 257, True, 128),
+        (QWEN, 1024, True, 128),
+        (QWEN, 1025, False, 128),  # more than 64 tokens an expert
+        (SLICE, 768, True, 128),
+        (SLICE, 769, False, 128),  # more than 48, of few experts
+        (MIXTRAL, 192, True, 128),
+        (MIXTRAL, 193, False, 128),
+        (replace(QWEN, num_experts=256, num_local_experts=-1), 2047, True, 128),
+        (replace(QWEN, num_experts=256, num_local_experts=-1), 2048, False, 128),  # more slot rows than one sort counts
         (SLICE, 1, True, 64),
         (SLICE, 2, True, 64),
         (SLICE, 4, False, 128),
@@ -235,8 +179,25 @@ def test_where_one_kernel_has_both_products(spec: LayerSpec, tokens: int, one_ke
     direct = geometry.direct(tokens, lora=False)
     assert direct == (tokens <= 8)
     assert geometry.mlp(tokens, lora=False, direct=direct) == one_kernel
-    assert geometry.mlp(tokens, lora=True, direct=direct) == (tokens <= 256 and token_tile(geometry, tokens) <= 64)
+    assert geometry.mlp(tokens, lora=True, direct=direct) == geometry.mlp_takes(tokens, lora=True)
     assert geometry.mlp_config(tokens, lora=False, direct=direct).block_m == block_m
+
+
+@pytest.mark.parametrize(("tokens", "tile"), [(64, 64), (65, 64), (768, 64), (769, 80), (1024, 80), (1025, 128)])
+def test_tiles_with_adapters_grow_with_the_mean_load(tokens: int, tile: int) -> None:
+    geometry = geometry_of(QWEN)
+    assert token_tile(geometry, tokens, lora=True) == tile
+    assert token_tile(geometry, tokens, lora=False) == min(tile, 64 if geometry.mlp_takes(tokens, lora=False) else 128)
+
+
+def test_tiles_of_many_tokens_have_two_halves_without_adapters(tmp_path: Path) -> None:
+    geometry = geometry_of(QWEN)
+    for tokens, lora, halves in ((256, False, 1), (257, False, 2), (257, True, 1), (1024, False, 2), (1024, True, 1)):
+        config = geometry.mlp_config(tokens, lora=lora, direct=False)
+        assert (config.halves, config.tile_rows) == (halves, halves * config.max_n)
+        defines = {name: int(value) for name, value in expert_mlp(config, lora=lora).defines.items()}
+        asserts = [f"HALVES * MAX_N == {config.tile_rows}", f"kThreads == {config.threads(lora=lora, mlp=True)}"]
+        check(tmp_path, '#include "common/gemm_block.cuh"', asserts, defines)
 
 
 @pytest.mark.parametrize(("hidden_size", "stages"), [(2048, 9), (4096, 9), (5120, 6), (7168, 6)])
@@ -246,27 +207,6 @@ def test_rings_of_few_tokens_are_longer_where_hidden_states_leave_room(hidden_si
     assert geometry.mlp_config(4, lora=False, direct=True).stages == stages
     assert geometry.mlp_config(4, lora=True, direct=True).stages == 6
     assert geometry.mlp_config(4, lora=False, direct=False).stages == 12
-
-
-def assert_carved_up(
-    folder: Path, config: GemmConfig, epilogue: int, projections: int, asked: int, more: str = ""
-) -> None:
-    """The kernel's shared memory is what is ``asked`` for, less what rounding its rings up and exclusion may add."""
-    lora, down = projections > 0, epilogue in (EPILOGUE_DOWN, EPILOGUE_DOWN_FP32)
-    threads = config.threads(lora=lora, mlp=epilogue == EPILOGUE_BOTH)
-    rings = "sizeof(Ring) + sizeof(LoraRing) + sizeof(Announcements) + sizeof(WrittenItems)"
-    taken = f"STAGES * kStageBytes + kLoraStages * kLoraStageBytes + kStagingBytes + {rings}" + more
-    asserts = [f"{taken} <= {asked}", f"kThreads == {threads}", f"kEntries == {LORA_ENTRIES}"]
-    asserts += ["sizeof(Ring) % alignof(LoraRing) == 0", "kLoraStageBytes % 128 == 0"]
-    asserts.append(f"kHTokenBytes<{int(down)}> % 16 == 0")
-    if asked > EXCLUSIVE_BYTES:
-        asserts.append(f"{taken} > {asked - RINGS_SLACK}")
-    if lora:
-        asserts.append(f"kProjections<{int(down)}> == {projections}")
-    defines = {name: int(value) for name, value in grouped_gemm(config, epilogue, lora=lora).defines.items()}
-    defines["DIRECT"] = int(config.direct)
-    check(folder, constants_of("common/gemm_block.cuh", "struct Memory {"), asserts, defines)
-    assert asked <= HOPPER_SHARED_BYTES < 2 * asked, "one block an SM, and no more"
 
 
 @pytest.mark.parametrize("hidden_size", [1, 64, 65, 72, 128, 960, 2880])

@@ -83,7 +83,7 @@ def layer_of(gpu: Gpu, crowd: Crowd) -> GpuLayer:
     adapters = adapters_of(crowd.spec, crowd.make)
     layer = gpu.layer(crowd.spec, max_tokens=300, max_loras=len(adapters), seed=3, rank=crowd.max_rank)
     layer.install(adapters)
-    assert token_tile(layer.geometry, crowd.shape) == crowd.tile
+    assert token_tile(layer.geometry, crowd.shape, lora=True) == crowd.tile
     return layer
 
 

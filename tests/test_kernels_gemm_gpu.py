@@ -42,7 +42,7 @@ def per_expert(x: Tensor, weights: Tensor, experts: Tensor, dtype: torch.dtype) 
 @pytest.mark.parametrize(("tokens", "shape", "tile"), SHAPES)
 def test_gate_up_keeps_fp32(gpu: Gpu, tokens: int, shape: int, tile: int, one: bool) -> None:
     layer = gpu.layer(SPEC, max_tokens=300)
-    assert token_tile(layer.geometry, shape) == tile
+    assert token_tile(layer.geometry, shape, lora=False) == tile
     case = placed(layer, tokens, shape, lora=True, one=one)
     batch, runnable, rows = case.batch, case.runnable, case.rows
     layer.launch(runnable, "gate_up_gemm")
@@ -60,7 +60,7 @@ def test_gate_up_keeps_fp32(gpu: Gpu, tokens: int, shape: int, tile: int, one: b
 @pytest.mark.parametrize(("tokens", "shape", "tile"), SHAPES)
 def test_gate_up_with_its_activation(gpu: Gpu, tokens: int, shape: int, tile: int, one: bool) -> None:
     layer = gpu.layer(SPEC, max_tokens=300)
-    assert token_tile(layer.geometry, shape) == tile
+    assert token_tile(layer.geometry, shape, lora=False) == tile
     case = placed(layer, tokens, shape, lora=False, one=one)
     rows = case.rows
     layer.launch(case.runnable, "gate_up_gemm")
@@ -79,7 +79,7 @@ def test_gate_up_with_its_activation(gpu: Gpu, tokens: int, shape: int, tile: in
 @pytest.mark.parametrize("apart", [False, True], ids=["bf16", "fp32"])
 def test_down(gpu: Gpu, tokens: int, shape: int, tile: int, one: bool, apart: bool) -> None:
     layer = gpu.layer(SPEC, max_tokens=300)
-    assert token_tile(layer.geometry, shape) == tile
+    assert token_tile(layer.geometry, shape, lora=False) == tile
     case = placed(layer, tokens, shape, lora=apart, one=one)
     rows, arena = case.rows, case.runnable.arena
     act = normal(torch.Generator().manual_seed(tokens), layer.geometry.rows(shape), SPEC.intermediate_size)

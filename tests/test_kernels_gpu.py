@@ -74,7 +74,7 @@ def test_rows_are_sorted_stably_and_no_other_is_touched(
         assert batch.topk_ids is not None
         assert batch.token_slots is not None
         slots = batch.token_slots.tolist() if lora else None
-        sizes = token_tile(layer.geometry, shape), layer.geometry.group_rows(shape)
+        sizes = token_tile(layer.geometry, shape, lora=lora), layer.geometry.group_rows(shape)
         made = permutation(layer.geometry, batch.topk_ids.tolist(), slots, *sizes)
         arena = runnable.arena
         place_tokens = arena.read("place_tokens").tolist()

@@ -2,15 +2,18 @@
 
 # ruff: noqa: F401, F811 (fixtures are imported, and asked for by name)
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
 
-from decode_cases import SPECS, batch_of, some_adapters
+from decode_cases import SPECS, batch_of, rows_of, some_adapters
 from gpu_engines import Gpu, gpu, same_bits
 from moelet.graphs import mlp_launches
 from moelet.graphs.buffers import RoutingInput
 from moelet.graphs.program import Plan
+from moelet.layer.spec import LayerSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -37,6 +40,34 @@ def test_the_bits_of_the_products_apart(
         for _ in range(REPLAYS):  # the counts of the one before are all zero: as if everything were there
             for batch, expected in zip(batches, wanted, strict=True):
                 assert same_bits(layer.forward(whole, batch), expected), (shape, routing)
+
+
+CROWDED = LayerSpec(index=0, hidden_size=328, intermediate_size=328, num_experts=64, top_k=8)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["base", "lora"])
+@pytest.mark.parametrize("pair_rounds", [0, 1 << 20], ids=["pairs of row tiles", "single ones"])
+@pytest.mark.parametrize(("tokens", "shape"), [(130, 130), (300, 384), (400, 400), (509, 512)])
+def test_crowded_experts_have_the_bits_of_fewer_tokens(
+    gpu: Gpu, tokens: int, shape: int, pair_rounds: int, lora: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles of one half and of two, of one row tile and of two, and the wider ones with adapters."""
+    monkeypatch.setattr(mlp_launches, "PAIR_ROUNDS", pair_rounds)
+    layer = gpu.layer(CROWDED, max_tokens=512)
+    layer.install(some_adapters(CROWDED))
+    few = layer.runnable(32, lora=lora, captured=True)
+    many = layer.runnable(shape, lora=lora, captured=True)
+    assert "expert_mlp" in [launch.label for launch in many.program.launches]
+    spread = batch_of(CROWDED, tokens, lora=lora)
+    assert spread.topk_ids is not None
+    on_eight = replace(spread, topk_ids=torch.arange(8, dtype=torch.int32).expand(tokens, 8).contiguous())
+    half = replace(spread, topk_ids=torch.where(torch.arange(tokens)[:, None] < 70, on_eight.topk_ids, spread.topk_ids))
+    for batch in (spread, on_eight, half):
+        parts = torch.arange(tokens).split(32)
+        wanted = torch.cat([layer.forward(few, rows_of(batch, part)) for part in parts])
+        layer.poison()
+        for _ in range(REPLAYS):
+            assert same_bits(layer.forward(many, batch), wanted)
 
 
 def test_shapes_meet_both_kernels(gpu: Gpu) -> None:

@@ -47,7 +47,7 @@ def test_a_block_has_room_for_the_ring_and_all_beside_it(name: str, lora: bool) 
         assert made.stage_bytes // SLICE_BYTES <= 32, "a lane a copy"
         assert made.item_blocks * made.slices <= made.down_blocks == made.stage_bytes // SLICE_BYTES
         assert made.item_blocks >= 1
-        assert token_tile(geometry, tokens) == ROW_ALIGN, "tiles that the kernels make in a warp's registers"
+        assert token_tile(geometry, tokens, lora=lora) == ROW_ALIGN, "tiles that the kernels make in a warp's registers"
         assert made.last_blocks <= made.down_blocks
         left, parts = geometry.intermediate_blocks, 0
         while left > 0:  # as the kernel deals them

@@ -1,4 +1,5 @@
-// mbarriers, bulk and 16-byte asynchronous copies, L2 policies, named barriers and grid dependencies, as PTX.
+// mbarriers, bulk and 16-byte asynchronous copies, L2 policies, named barriers, grid dependencies and shares of
+// registers, as PTX.
 #pragma once
 
 #include "common/types.cuh"
@@ -70,10 +71,12 @@ __device__ __forceinline__ void prefetch_bulk(const void* global, uint32_t bytes
 }
 
 // Starts copying 16 bytes to shared memory, or zeros unless `real`.
-__device__ __forceinline__ void async_copy16(void* shared, const void* global, bool real) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-                 "r"(real ? 16 : 0)
+__device__ __forceinline__ void async_copy16(uint32_t shared, const void* global, bool real) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(real ? 16 : 0)
                  : "memory");
+}
+__device__ __forceinline__ void async_copy16(void* shared, const void* global, bool real) {
+    async_copy16(shared_address(shared), global, real);
 }
 
 // Four of those, all real, whose addresses are all there before the first begins: a copy holds the registers of its
@@ -147,4 +150,14 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
 __device__ __forceinline__ void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void grid_dependency_launch() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Registers that each thread of this warpgroup, all of which take part, has from here on.
+template <int kRegisters>
+__device__ __forceinline__ void more_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void fewer_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }

@@ -15,6 +15,7 @@ struct TileCount {
     int begin;   // number of their first tile in the high half, padded rows before theirs in the low half
     int end;
     int total;  // tiles
+    int rows;   // of all of them, padded
 
     __device__ __forceinline__ TileCount(const int* counts, int num_experts, int tile_rows)
         : counts(counts), tile_rows(tile_rows), mine(dealt_to(threadIdx.x % 32, 32, num_experts)) {
@@ -23,11 +24,15 @@ struct TileCount {
         for (int expert = mine.first; expert < mine.last; ++expert) sum += share_of(counts[expert]);
         end = warp_inclusive_scan(sum);
         begin = end - sum;
-        total = __shfl_sync(~0u, end, 31) >> 16;
+        const int all = __shfl_sync(~0u, end, 31);
+        total = all >> 16;
+        rows = all & 0xffff;
     }
     __device__ __forceinline__ int share_of(int count) const {
         return ceil_div(count, tile_rows) << 16 | round_up(count, kRowAlign);
     }
+    // Whether tiles have more than `most` rows on average.
+    __device__ __forceinline__ bool is_crowded(int most) const { return rows > most * total; }
     // Tile number `index`, less its adapter groups; expert -1 for none.
     __device__ __forceinline__ TokenTile find(int index) const {
         int expert = -1;

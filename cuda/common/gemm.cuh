@@ -30,8 +30,9 @@ __device__ __forceinline__ void finish_tile(Consumer& consumer, float (&acc)[N /
     if constexpr (kEpilogue == EPILOGUE_GATE_UP) {
         store_gate_up<N>(acc, gemm, tile, row_tile, warp_row);
     } else if constexpr (kEpilogue == EPILOGUE_ACTIVATION) {
-        store_activation<N>(acc, reinterpret_cast<float (&)[N / 2]>(delta), gemm, tile, row_tile, warp_row,
-                            consumer.memory);
+        uint32_t act[N / 8];
+        activate<N>(act, acc, delta);
+        store_activation<N>(act, gemm, tile, row_tile, warp_row, consumer.memory);
     } else {
 #if LORA
 #pragma unroll
@@ -53,6 +54,36 @@ __device__ __forceinline__ void consume_pair(Consumer& consumer, const Gemm& gem
 #pragma unroll
         for (int j = 0; j < N / 2; ++j) acc[0][j] = acc[1][j];
     }
+}
+
+// A tile of more than MAX_N tokens by `kRowTiles` row tiles; `first_item` is the first of the product's.
+template <int kRowTiles, int kEpilogue>
+__device__ __forceinline__ void consume_halves(Consumer& consumer, const Gemm& gemm, int first_item) {
+    constexpr int kSums = 2 * kRowTiles;
+    float acc[kSums][MAX_N / 2];
+    // What they are of is looked up anew: the sums leave no registers for it.
+    const int item = consumer.multiply_halves<kRowTiles, !kIsDown<kEpilogue>>(acc, gemm.k_blocks);
+    const Place place = place_of(gemm, item - first_item);
+    const TokenTile tile = tile_of(gemm, consumer.memory, place);
+    if constexpr (kIsDown<kEpilogue>) {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i)
+            finish_tile<MAX_N, kEpilogue>(consumer, acc[i], gemm, half_of(tile, i % 2), place.row_tile + i / 2);
+    } else {
+        uint32_t act[kSums][MAX_N / 8];
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) activate<MAX_N>(act[i], acc[i], nullptr);
+#pragma unroll
+        for (int i = 0; i < kSums; ++i)
+            store_activation<MAX_N>(act[i], gemm, half_of(tile, i % 2), place.row_tile + i / 2, threadIdx.x / 32 * 16,
+                                    consumer.memory);
+    }
+}
+template <int kEpilogue>
+__device__ __forceinline__ void consume_halves(Consumer& consumer, const Gemm& gemm, int first_item, int row_tiles) {
+    if constexpr (!kIsDown<kEpilogue>)
+        if (row_tiles == 2) return consume_halves<2, kEpilogue>(consumer, gemm, first_item);
+    consume_halves<1, kEpilogue>(consumer, gemm, first_item);
 }
 
 template <int N, int kEpilogue>
@@ -91,9 +122,11 @@ __device__ __forceinline__ void consume(const Memory& memory, ConsumeItem consum
     }
 }
 
-// One item of one product; `num_columns` tokens take part in it.
+// One item of one product, whose items begin with `first_item`; `num_columns` tokens take part in it.
 template <int kEpilogue>
-__device__ __forceinline__ void consume_item(Consumer& consumer, const Gemm& gemm, const TokenTile& tile,
-                                             const Place& place, int num_columns) {
+__device__ __forceinline__ void consume_item(Consumer& consumer, const Gemm& gemm, int first_item,
+                                             const TokenTile& tile, const Place& place, int num_columns) {
+    if constexpr (HALVES == 2)
+        if (num_columns > MAX_N) return consume_halves<kEpilogue>(consumer, gemm, first_item, place.row_tiles);
     with_tile_width(num_columns, [&]<int N>(Width<N>) { consume_tiles<N, kEpilogue>(consumer, gemm, tile, place); });
 }

@@ -12,15 +12,27 @@ static_assert(BLOCK_M == 64 || BLOCK_M == 128, "a row tile is one or two warpgro
 static_assert(MAX_N % 8 == 0 && MAX_N <= 128, "a token tile is a multiple of 8 up to 128");
 static_assert(!DIRECT || !LORA || EPILOGUE == EPILOGUE_BOTH, "with adapters few tokens are one kernel's");
 static_assert(!DIRECT || ((EPILOGUE == EPILOGUE_ACTIVATION || EPILOGUE == EPILOGUE_BOTH) && MAX_N == 8), "few tokens");
+static_assert(HALVES == 1 || (HALVES == 2 && EPILOGUE == EPILOGUE_BOTH && !DIRECT && !LORA),
+              "halves are of many tokens");
 static_assert(!LORA || (EPILOGUE != EPILOGUE_GATE_UP && EPILOGUE != EPILOGUE_DOWN_FP32), "those leave LoRA apart");
 
 constexpr bool kBoth = EPILOGUE == EPILOGUE_BOTH;
 constexpr bool kGathers = kBoth && !DIRECT;  // a warp brings tokens of gate_up from where they came
+constexpr int kGatherWarps = HALVES;
 constexpr int kConsumers = 2 * BLOCK_M;
 [[maybe_unused]] constexpr int kShrinkThreads = LORA && kBoth ? 128 : 0;  // behind the producers
-constexpr int kGatherThreads = kGathers ? 32 : 0;
+constexpr int kGatherThreads = kGathers ? 32 * kGatherWarps : 0;
 constexpr int kSignalThreads = kBoth ? 32 : 0;
 constexpr int kThreads = kConsumers + 32 + (LORA ? 32 : 0) + kSignalThreads + kGatherThreads + kShrinkThreads;
+// Where sums need more registers than an equal share of them, warpgroups have so many a thread: together what a launch
+// of as many threads may have.
+constexpr bool kDealsRegisters = HALVES == 2 || (LORA && kBoth && MAX_N > 64);
+constexpr int kConsumerRegisters = LORA ? 160 : 208;
+constexpr int kProducerRegisters = LORA ? 96 : 88;
+constexpr int kShrinkRegisters = 96;
+static_assert(!kDealsRegisters ||
+              kConsumers * kConsumerRegisters + 128 * kProducerRegisters + kShrinkThreads * kShrinkRegisters ==
+                  65536 / kThreads / 8 * 8 * kThreads);
 constexpr int kWeightBytes = BLOCK_M * kBlockBytes;
 constexpr int kTokenBytes = round_up(MAX_N * kBlockBytes, 1024);  // of one K-block
 constexpr int kStageBytes = kWeightBytes + kTokenBytes;
@@ -38,7 +50,7 @@ template <bool kDown>
 constexpr int kProjections = kDown ? 1 : 2;
 template <bool kDown>
 constexpr int kHTokenBytes = kProjections<kDown> * kHRowBytes;
-constexpr int kEntries = 8;
+constexpr int kEntries = kBoth && MAX_N > 64 ? 6 : 8;
 constexpr int kHBlocks = MAX_N > 64 ? 4 : 8;
 constexpr int kLoraStages = LORA ? 2 : 0;
 constexpr int kLoraStageBytes = kEntries * kTileFragmentBytes + kHBlocks * MAX_N * kHTokenBytes<IS_DOWN>;
@@ -79,13 +91,14 @@ struct Announcements {
 struct WrittenItems {
     Announcements ring;
     int count;  // not in registers, which are few
+    int item;   // that is being written
 
     __device__ __forceinline__ void init() {
         ring.barriers.init(1, 1);
         count = 0;
     }
-    // By one thread alone.
-    __device__ __forceinline__ void tell(int item) {
+    // By one thread alone, that `item` is done.
+    __device__ __forceinline__ void tell() {
         Cursor<2> told{count % 2, uint32_t(count / 2 % 2)};
         ring.tell(told, item);
         ++count;
@@ -131,6 +144,11 @@ __device__ __forceinline__ Place place_of(const Gemm& gemm, int item) {
 __device__ __forceinline__ TokenTile tile_of(const Gemm& gemm, const Memory& memory, const Place& place) {
     return DIRECT ? memory.direct[place.tile] : gemm.tiles[place.tile];
 }
+// A tile's first MAX_N tokens, or those behind them.
+__device__ __forceinline__ TokenTile half_of(const TokenTile& tile, int half) {
+    const int before = half * MAX_N;
+    return TokenTile{tile.expert, tile.first_row + before, min(tile.num_rows - before, MAX_N), tile.groups};
+}
 
 // Where everything lies in a block's shared memory; the twin of GemmConfig.shared_bytes in graphs/gemm_config.py.
 __device__ __forceinline__ Memory carve(uint8_t* shared, int k_blocks, int num_experts) {
@@ -160,7 +178,7 @@ __device__ __forceinline__ void init_barriers(const Memory& memory) {
         memory.lora.barriers.init(1, kConsumers / 32);
         memory.lora.items.barriers.init(1, 1);
     }
-    if (kGathers) memory.gather_items.barriers.init(1, 1);
+    if (kGathers) memory.gather_items.barriers.init(1, kGatherWarps);
     if (kBoth) memory.written_items.init();
     barrier_init_fence();
 }

@@ -16,18 +16,28 @@ struct Consumer {
     __device__ __forceinline__ uint32_t stage_address() const {
         return shared_address(memory.stages) + cursor.stage * kStageBytes;
     }
-    // Starts the product of the stage's weights, once it is full, by the tokens at `tokens(stage)`; with `kGathered`
-    // threads have copied those, and the tensor cores have yet to see them.
-    template <int N, bool kGathered, typename Tokens>
-    __device__ __forceinline__ void start(float (&acc)[N / 2], Tokens tokens) {
+    // Waits until the stage is full; with `kGathered` threads have copied its tokens, and the tensor cores have yet to
+    // see them. Returns where it lies.
+    template <bool kGathered>
+    __device__ __forceinline__ uint32_t await_stage() {
         barrier_wait(&memory.ring.barriers.full[cursor.stage], cursor.parity);
         if (kGathered) async_shared_fence();
-        const uint32_t stage = stage_address();
-        const uint64_t a = operand_descriptor(stage + threadIdx.x / 128 * 64 * kBlockBytes);
-        const uint64_t b = operand_descriptor(tokens(stage));
-        wgmma_fence();
+        return stage_address();
+    }
+    // Adds one K-block's product of the weights by the tokens at these places.
+    template <int N>
+    __device__ __forceinline__ void add_product(float (&acc)[N / 2], uint32_t weights, uint32_t tokens) {
+        const uint64_t a = operand_descriptor(weights + threadIdx.x / 128 * 64 * kBlockBytes);
+        const uint64_t b = operand_descriptor(tokens);
 #pragma unroll
         for (int k = 0; k < kBlockK / 16; ++k) Wgmma<N>::multiply(acc, a + 2 * k, b + 2 * k);
+    }
+    // Starts the product of the stage's weights, once it is full, by the tokens at `tokens(stage)`.
+    template <int N, bool kGathered, typename Tokens>
+    __device__ __forceinline__ void start(float (&acc)[N / 2], Tokens tokens) {
+        const uint32_t stage = await_stage<kGathered>();
+        wgmma_fence();
+        add_product<N>(acc, stage, tokens(stage));
         wgmma_commit();
     }
 
@@ -68,6 +78,41 @@ struct Consumer {
             release(&barriers.empty[cursor.stage]);
             cursor.advance();
         }
+    }
+
+    // The sums of a tile of more than MAX_N tokens, by half, for one row tile or two: each K-block is two stages.
+    // Returns the item that they were of.
+    template <int kRowTiles, bool kGathered>
+    __device__ __forceinline__ int multiply_halves(float (&acc)[2 * kRowTiles][MAX_N / 2], int k_blocks) {
+        Barriers<STAGES>& barriers = memory.ring.barriers;
+#pragma unroll
+        for (int i = 0; i < 2 * kRowTiles; ++i)
+#pragma unroll
+            for (int j = 0; j < MAX_N / 2; ++j) acc[i][j] = 0.0f;
+        int item;
+#pragma unroll 1
+        for (int block = 0; block < k_blocks; ++block) {
+            const int first = cursor.stage;
+            const uint32_t near = await_stage<kGathered>();
+            wgmma_fence();
+            add_product<MAX_N>(acc[0], near, near + kWeightBytes);
+            cursor.advance();
+            const uint32_t far = await_stage<kGathered>();
+            wgmma_fence();
+            add_product<MAX_N>(acc[1], near, far + kWeightBytes);
+            if constexpr (kRowTiles == 2) {
+                add_product<MAX_N>(acc[2], far, near + kWeightBytes);
+                add_product<MAX_N>(acc[3], far, far + kWeightBytes);
+            }
+            wgmma_commit();
+            wgmma_wait<0>();
+            item = memory.ring.item[first];
+            __syncwarp();
+            release(&barriers.empty[first]);
+            release(&barriers.empty[cursor.stage]);
+            cursor.advance();
+        }
+        return item;
     }
 
     // The tile's row of each column that this lane reads h of, -1 for none; they are the same unless the

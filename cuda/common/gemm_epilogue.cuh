@@ -42,10 +42,25 @@ __device__ __forceinline__ void store_down(const float (&acc)[N / 2], const Gemm
         }
 }
 
+// silu(gate) * up of a row tile's sums, each word two tokens' of one feature, so that sums leave their registers.
 template <int N>
-__device__ __forceinline__ void store_activation(const float (&acc)[N / 2], const float (&delta)[N / 2],
-                                                 const Gemm& gemm, const TokenTile& tile, int row_tile, int warp_row,
-                                                 const Memory& memory) {
+__device__ __forceinline__ void activate(uint32_t (&act)[N / 8], const float (&acc)[N / 2], const float* delta) {
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j) {
+        float value[2];
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+            const int gate = 4 * j + 2 + t;
+            const int up = 4 * j + t;
+            value[t] = gated_silu(acc[gate], acc[up], LORA ? delta[gate] : 0.0f, LORA ? delta[up] : 0.0f);
+        }
+        act[j] = pack_bf16(value[0], value[1]);
+    }
+}
+
+template <int N>
+__device__ __forceinline__ void store_activation(const uint32_t (&act)[N / 8], const Gemm& gemm, const TokenTile& tile,
+                                                 int row_tile, int warp_row, const Memory& memory) {
     bf16* staging = memory.staging;
     const int lane = volatile_lane();
     const int feature = (row_tile * kTileFeatures) % kBlockK + gate_up_feature(warp_row, lane / 4);
@@ -54,10 +69,7 @@ __device__ __forceinline__ void store_activation(const float (&acc)[N / 2], cons
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
             const int token = 8 * j + 2 * (lane % 4) + t;
-            const int gate = 4 * j + 2 + t;
-            const int up = 4 * j + t;
-            const float act = gated_silu(acc[gate], acc[up], LORA ? delta[gate] : 0.0f, LORA ? delta[up] : 0.0f);
-            staging[block_major_offset(token, feature, 0)] = to_bf16(act);
+            staging[block_major_offset(token, feature, 0)] = bf16{uint16_t(act[j] >> 16 * t)};
         }
     named_barrier_sync(1, kConsumers);
     // Columns of the staging tile are laid out as rows in global memory: copy this tile's chunks of each.

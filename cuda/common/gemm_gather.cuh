@@ -3,76 +3,104 @@
 
 #include "common/gemm_producer.cuh"
 
-constexpr int kBatchRows = 16;  // rows of which a lane brings its share at once
+constexpr int kGroups = MAX_N / kRowAlign / kGatherWarps;  // of eight rows, that a warp gathers
+constexpr int kWarpStride = kGatherWarps * kRowAlign;      // rows from one of its groups to the next
 
-// The tokens of a tile that is gathered: a lane knows where those of row `lane / 8` and of every fourth from there
-// begin.
+// The tokens of a tile that is gathered, as far as they are one warp's: a lane knows where those of row `lane / 8` of
+// each of its groups and of the fourth from there begin.
 struct GatheredRows {
-    uint32_t offset[MAX_N / 4];  // bytes from the first token's hidden states
-    int num_rows;
+    uint32_t offset[HALVES][kGroups][2];  // bytes from the first token's hidden states
+    int num_rows;                         // from the warp's first row on
 
-    // What the sort wrote while this kernel ran already: by loads that are no `__ldg`.
-    __device__ __forceinline__ void load(const Gemm& gemm, const TokenTile& tile) {
+    // What the sort wrote while this kernel ran already, by loads that are no `__ldg`: all in one trip to memory, for a
+    // row that is none is read as the tile's first, and none is looked at before all are under way.
+    __device__ __forceinline__ void load(const Gemm& gemm, const TokenTile& tile, int warp) {
+        constexpr int kMine = 2 * kGroups * HALVES;
         const int row_bytes = gemm.k_blocks * kBlockBytes;
-        num_rows = tile.num_rows;
+        const int* const place_tokens = gemm.place_tokens + tile.first_row + warp * kRowAlign;
+        num_rows = tile.num_rows - warp * kRowAlign;
+        int token[kMine];
 #pragma unroll
-        for (int i = 0; i < MAX_N / 4; ++i) {
-            const int row = 4 * i + threadIdx.x % 32 / 8;
-            offset[i] = row < num_rows ? gemm.place_tokens[tile.first_row + row] * row_bytes : 0;
+        for (int i = 0; i < kMine; ++i) {
+            const int row = i / 2 * kWarpStride + i % 2 * 4 + threadIdx.x % 32 / 8;
+            const int* const place = place_tokens + (row < num_rows ? row : -warp * kRowAlign);
+            asm volatile("ld.global.s32 %0, [%1];" : "=r"(token[i]) : "l"(place));
         }
-    }
-    // Rows `first` to `first + kBatchRows`: instead of those that are none the first token's, which nobody looks at.
-    __device__ __forceinline__ void copy_batch(int first, uint8_t* even, uint8_t* odd, const uint8_t* hidden) const {
-        uint32_t shared[kBatchRows / 4];
-        const void* global[kBatchRows / 4];
 #pragma unroll
-        for (int i = 0; i < kBatchRows / 4; ++i) {
-            const int row = first + 4 * i;
-            shared[i] = shared_address((row % 8 ? odd : even) + row * kBlockBytes);
-            global[i] = hidden + offset[row / 4];
+        for (int i = 0; i < kMine; ++i) offset[i / 2 / kGroups][i / 2 % kGroups][i % 2] = token[i] * row_bytes;
+    }
+    // Groups `first` and `first + 1`: instead of those rows that are none the first one, which nobody looks at.
+    template <int kHalf>
+    __device__ __forceinline__ void copy_two_groups(int first, const uint32_t (&rows)[2], const uint8_t* hidden) const {
+        uint32_t shared[4];
+        const void* global[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            shared[i] = rows[i % 2] + (first + i / 2) * kWarpStride * kBlockBytes;
+            global[i] = hidden + offset[kHalf][first + i / 2][i % 2];
         }
         async_copies16(shared, global);
     }
-    // Starts bringing one K-block to `target`, swizzled, 16 bytes a lane of four rows at once; `hidden` is that of the
-    // first token.
-    __device__ __forceinline__ void copy(uint8_t* target, const uint8_t* hidden) const {
+    template <int kHalf>
+    __device__ __forceinline__ void copy_last_group(int group, const uint32_t (&rows)[2], const uint8_t* hidden) const {
+        const int here = num_rows - kHalf * MAX_N;
+        const int mine = here - threadIdx.x % 32 / 8;  // rows at most, of every fourth
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = group * kWarpStride + i * 4;
+            if (row >= here) break;
+            async_copy16(rows[i] + group * kWarpStride * kBlockBytes, hidden + offset[kHalf][group][i], row < mine);
+        }
+    }
+    // Starts bringing one K-block of a half to `target`, swizzled, 16 bytes a lane of four rows at once; `hidden` is
+    // that of the first token.
+    template <int kHalf>
+    __device__ __forceinline__ void copy(uint8_t* target, const uint8_t* hidden, int warp) const {
         const int lane = threadIdx.x % 32;
-        const int mine = num_rows - lane / 8;  // rows at most, of every fourth
-        uint8_t* const even = target + lane / 8 * kBlockBytes + (lane % 8 ^ lane / 8) * 16;
-        uint8_t* const odd = target + lane / 8 * kBlockBytes + (lane % 8 ^ lane / 8 ^ 4) * 16;
+        const int here = num_rows - kHalf * MAX_N;
+        const uint32_t first = shared_address(target) + (warp * kRowAlign + lane / 8) * kBlockBytes;
+        const uint32_t rows[2] = {first + (lane % 8 ^ lane / 8) * 16,
+                                  first + (lane % 8 ^ lane / 8 ^ 4) * 16 + 4 * kBlockBytes};
         hidden += lane % 8 * 16;
 #pragma unroll
-        for (int first = 0; first < MAX_N; first += kBatchRows) {
-            if (first >= num_rows) break;
-            if constexpr (MAX_N >= kBatchRows)
-                if (first + kBatchRows / 2 < num_rows) {
-                    copy_batch(first, even, odd, hidden);
-                    continue;
-                }
-#pragma unroll
-            for (int row = first; row < min(first + kBatchRows / 2, MAX_N); row += 4) {
-                if (row >= num_rows) break;
-                async_copy16((row % 8 ? odd : even) + row * kBlockBytes, hidden + offset[row / 4], row < mine);
-            }
+        for (int group = 0; group < kGroups; group += 2) {
+            if (group * kWarpStride >= here) break;
+            if (kGroups > 1 && (group + 1) * kWarpStride < here)
+                copy_two_groups<kHalf>(group, rows, hidden);
+            else
+                copy_last_group<kHalf>(group, rows, hidden);
         }
     }
 };
 
-// The warp that gathers the tokens of each item of `gemm`, as long as there are any; its lanes go together.
+// A warp that gathers the tokens of each item of `gemm`, or its share of them, as long as there are any; its lanes go
+// together.
 struct Gatherer {
     const Gemm& gemm;
     const Memory& memory;
+    const int warp;  // of those that gather
     Cursor<STAGES> cursor;
     Cursor<2> heard;
 
+    template <bool kHalved, int kHalf>
+    __device__ __forceinline__ void copy_stage(const Source& source, const GatheredRows& rows, int index) {
+        barrier_wait(&memory.ring.barriers.empty[cursor.stage], cursor.parity ^ 1);
+        rows.copy<kHalf>(memory.stages + cursor.stage * kStageBytes + kWeightBytes,
+                         source.tokens + source.template block<kHalved>(index) * kBlockBytes, warp);
+        async_copies_arrive(&memory.ring.barriers.full[cursor.stage]);
+    }
     __device__ __forceinline__ void copy(const Source& source, const GatheredRows& rows, int first, int last) {
-        for (int index = first; index < last; ++index) {
-            if (!source.shares_tokens(index)) {
-                barrier_wait(&memory.ring.barriers.empty[cursor.stage], cursor.parity ^ 1);
-                rows.copy(memory.stages + cursor.stage * kStageBytes + kWeightBytes,
-                          source.tokens + source.block(index) * kBlockBytes);
-                async_copies_arrive(&memory.ring.barriers.full[cursor.stage]);
+        if (source.halved()) {
+            for (int index = first; index < last; index += 2) {
+                copy_stage<true, 0>(source, rows, index);
+                cursor.advance();
+                copy_stage<true, HALVES - 1>(source, rows, index);
+                cursor.advance();
             }
+            return;
+        }
+        for (int index = first; index < last; ++index) {
+            if (source.template has_tokens<false>(index)) copy_stage<false, 0>(source, rows, index);
             cursor.advance();
         }
     }
@@ -80,7 +108,7 @@ struct Gatherer {
         const Place place = place_of(gemm, item);
         const TokenTile tile = tile_of(gemm, memory, place);
         source = source_of(gemm, tile, place);
-        rows.load(gemm, tile);
+        rows.load(gemm, tile, warp);
     }
     // `first_tile` is that of this block's first item, known before the sort has ended; of later ones it is told.
     __device__ __forceinline__ void run(const TokenTile& first_tile) {
@@ -89,10 +117,10 @@ struct Gatherer {
         Source source = source_of(gemm, first_tile, place_of(gemm, item));
         GatheredRows rows;
         grid_dependency_wait();
-        rows.load(gemm, first_tile);
+        rows.load(gemm, first_tile, warp);
         while (true) {
             // By the time that most of an item is under way the next one has been announced.
-            const int most = source.stages * 3 / 4;
+            const int most = source.stages * 3 / 8 * 2;
             copy(source, rows, 0, most);
             item = memory.gather_items.hear(heard);
             Source upcoming;

@@ -13,9 +13,11 @@ __device__ __forceinline__ int volatile_lane() {
 // Calls `run` with the smallest instruction width that holds `num_rows` tokens.
 template <typename Run>
 __device__ __forceinline__ void with_tile_width(int num_rows, Run run) {
-#if MAX_N > 64
+#if MAX_N > 80
     if (num_rows > 96) return run(Width<128>{});
     if (num_rows > 64) return run(Width<96>{});
+#elif MAX_N > 64
+    if (num_rows > 64) return run(Width<80>{});
 #endif
 #if MAX_N > 32
     if (num_rows > 48) return run(Width<64>{});
