@@ -39,7 +39,8 @@ WHOLE = replace(SPEC, hidden_size=256)
 """Rows as long as kernels write them: outputs of captured shapes are written to host memory by the last kernel."""
 
 
-PLAIN = replace(SPEC, shared_intermediate_size=0, shared_gated=False)
+PLAIN = replace(SPEC, hidden_size=104, shared_intermediate_size=0, shared_gated=False)
+"""Of this a block has one item, of two row tiles in two K-blocks: less than a ring, in which the end is marked too."""
 MANY = replace(PLAIN, num_experts=64, num_local_experts=-1, top_k=8)
 """Of this a block has many items, and its rings come round."""
 
