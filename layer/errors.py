@@ -22,9 +22,22 @@
         └── EngineFailedError         it failed for good; the process must be restarted
 """
 
+from typing import Any
+
 
 class MoeletError(Exception):
-    """Base of every error moelet raises on purpose; ``str(error)`` is one sentence for a person."""
+    """Base of every error moelet raises on purpose; ``str(error)`` is one sentence for a person. All of them may be
+    pickled and copied, whatever they are made of: they often come from another process."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made_again, (type(self), self.args), vars(self)
+
+
+def _made_again(kind: type[MoeletError], args: tuple[Any, ...]) -> MoeletError:
+    """An error with ``args``, of which ``vars`` are set afterwards, by no ``__init__``."""
+    error = kind.__new__(kind)
+    error.args = args
+    return error
 
 
 class ConfigurationError(MoeletError):
