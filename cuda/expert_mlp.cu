@@ -4,9 +4,9 @@
 // tokens beside them do, by a count of parts that each expert still lacks. With LORA a team of warps shrinks beside
 // them. With DIRECT, for few tokens, every block makes the tiles from the routing itself and multiplies each by all
 // hidden states, which stay in its shared memory: an expert's tokens are columns of the product, put at their places as
-// the tile is written. Of more tokens a warp gathers those of each tile as it goes, by the sort's word; only which
-// tile it begins with every block counts for itself, and has the first of those weights under way while the sort still
-// runs.
+// the tile is written. Of more tokens a warp, or two, gather those of each tile as it goes, by the sort's word; only
+// which tile it begins with every block counts for itself, and has the first of those weights under way while the sort
+// still runs.
 #include "common/first_tile.cuh"
 #include "common/mlp.cuh"
 #if LORA && DIRECT

@@ -1,9 +1,9 @@
-// The sort of up to 2048 tokens, in few blocks, so that what starts beside it finds most multiprocessors free: as
-// sort.cu, to which a row's place is the same.
+// The sort of up to 2048 tokens, of up to 256 in few blocks, so that what starts beside it finds most multiprocessors
+// free: as sort.cu, to which a row's place is the same.
 //
-// One trip to memory: a thread holds the routing of its rows in registers. Every block counts all rows in shared memory
-// and places a share of them, a thread each; a row's rank is how many rows of its key are in earlier shares, in the
-// chunks of 32 before its own, and before it in its own warp.
+// One trip to memory for each 2048 rows: a thread holds the routing of four in registers. Every block counts all rows
+// in shared memory and places a share of them, a thread each; a row's rank is how many rows of its key are in earlier
+// shares, in the chunks of 32 before its own, and before it in its own warp.
 #include "common/barrier.cuh"
 #include "common/expected.cuh"
 #include "common/layer_args.cuh"
@@ -86,7 +86,7 @@ __device__ __forceinline__ uint16_t count_rows(const Rows& rows, const Routing& 
     return own_key;
 }
 
-// How an expert's rows are cut into token tiles: more than one of them each.
+// How an expert's rows are cut into token tiles.
 struct Tiling {
     int rows;    // of a tile
     int* first;  // [num_experts] the number of an expert's first tile

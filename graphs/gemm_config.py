@@ -18,7 +18,7 @@ LORA_ENTRIES, FEWER_ENTRIES = 8, 6
 TOKEN_TILES = (8, 16, 32, 64, 128)
 """Tokens that one tile of a grouped GEMM can hold; the kernel is specialised for each."""
 MLP_TILES = TOKEN_TILES[:4]
-"""Those for which an expert MLP exists: wider ones leave it too few registers."""
+"""Those for which an expert MLP exists whose threads have equally many registers: wider ones need more."""
 LORA_TILE = 80
 """One more for which there is one with adapters; without, tiles have two halves: ``halved_config``."""
 FEW_TILE = TOKEN_TILES[0]

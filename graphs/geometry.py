@@ -27,10 +27,9 @@ GROUP_ROWS, MLP_GROUP_ROWS = 32, 8
 """Rows of an adapter group at the most, but for wide GEMMs, so that several blocks shrink for one expert;
 where an expert MLP takes them, as many as its warps shrink at once."""
 HALVED_ITEMS, LONE_ITEMS = 64, 128
-"""Whole row tiles of gate_up up to which they are halved, and of either product up to which most multiprocessors have
-one at the most."""
+"""Whole row tiles of gate_up up to which they are halved, and of a product that leave most blocks one at the most."""
 MLP_TOKENS = 2048
-"""Tokens that an expert MLP takes at the most."""
+"""Tokens that an expert MLP takes at the most, if they are no more slot rows than ``NARROW_ROWS``."""
 MLP_LOAD, MLP_CROWD, CROWD_EXPERTS = 48, 64, 64
 """Tokens that an expert has on average then at the most: so few that almost none has more than ``MLP_TILES[-1]``, or,
 where there are so many experts that blocks end together, so many that ``LORA_TILE`` holds almost all."""
@@ -170,7 +169,7 @@ class Geometry:
         return 4 * (32 + 4 * self.experts + 2 * self.keys(slots=slots))
 
     def sorts_narrow(self, num_tokens: int, *, slots: int) -> bool:
-        """Whether few blocks sort ``num_tokens`` tokens, each in a single trip to memory."""
+        """Whether ``narrow_sort`` sorts ``num_tokens`` tokens, each block in few trips to memory."""
         few = num_tokens <= MLP_TOKENS and num_tokens * self.choices <= NARROW_ROWS
         return few and self.narrow_sort_shared_bytes(slots=slots) <= MOST_SHARED_BYTES
 
@@ -182,8 +181,8 @@ class Geometry:
         return 4 * (32 + 3 * self.experts + 2 * keys) + table
 
     def counts_keys(self, num_tokens: int, *, lora: bool) -> bool:
-        """Whether the keys of ``num_tokens`` tokens are counted by one kernel and sorted by the next: of many, unless
-        there are too many keys."""
+        """Whether one kernel may count the keys of ``num_tokens`` tokens and the next sort them: of many, unless there
+        are too many keys."""
         needed = self.wide_sort_shared_bytes(slots=self.slots(lora=lora))
         return num_tokens > WIDE_ABOVE and needed <= MOST_SHARED_BYTES
 
@@ -221,8 +220,12 @@ class Geometry:
     def mlp_takes(self, num_tokens: int, *, lora: bool) -> bool:
         """Whether ``num_tokens`` tokens are few enough for an expert MLP, of each expert and together."""
         most = MLP_CROWD if self.experts >= CROWD_EXPERTS else MLP_LOAD
-        few = num_tokens <= MLP_TOKENS and self.mean_load(num_tokens) <= most
-        return few and (num_tokens <= WIDE_ABOVE or self.sorts_narrow(num_tokens, slots=self.slots(lora=lora)))
+        few = num_tokens <= MLP_TILES[-1] or self.mean_load(num_tokens) <= most
+        return (
+            few
+            and num_tokens <= MLP_TOKENS
+            and (num_tokens <= WIDE_ABOVE or self.sorts_narrow(num_tokens, slots=self.slots(lora=lora)))
+        )
 
     def mlp_config(self, num_tokens: int, *, lora: bool, direct: bool) -> GemmConfig:
         """How that kernel is compiled. Row tiles are halved where whole ones would be few."""
@@ -286,11 +289,12 @@ class Geometry:
 
 
 def token_tile(geometry: Geometry, num_tokens: int, *, lora: bool) -> int:
-    """Tokens a tile: enough for all tokens of one expert where that is possible at all, so that its weights are read
-    once; else the largest that the mean load calls for. Results do not depend on it."""
+    """Tokens that are multiplied together, a tile or half of one: enough for all tokens of one expert where that is
+    possible at all, so that its weights are read once; else as many as an expert MLP may take, or the mean load calls
+    for. Results do not depend on it."""
     wanted = min(num_tokens, max(64, round(2 * geometry.mean_load(num_tokens))))
     if geometry.mlp_takes(num_tokens, lora=lora):
-        if lora and geometry.mean_load(num_tokens) > MLP_LOAD:
+        if lora and num_tokens > MLP_TILES[-1] and geometry.mean_load(num_tokens) > MLP_LOAD:
             return LORA_TILE
         wanted = min(wanted, MLP_TILES[-1])
     return next((tile for tile in TOKEN_TILES if tile >= wanted), TOKEN_TILES[-1])

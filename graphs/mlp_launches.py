@@ -23,7 +23,7 @@ class MlpLaunches(LoraLaunches):
         """Both products of the experts, and the shrinks between; few tokens it takes as they came."""
         geometry, config = self.geometry, self.mlp_config
         row_tiles = (2 * geometry.intermediate_stride + geometry.output_stride) // config.block_m
-        items = geometry.token_tiles(self.num_tokens, self.tile_rows(fused=True)) * row_tiles
+        items = geometry.token_tiles(self.num_tokens, self.tile_rows) * row_tiles
         sorted_reads = set() if self.direct else {"tiles", "place_tokens"}
         lora_reads = {"tiles", "groups"} | ({"num_groups"} if sorted_reads else set()) if self.lora else set()
         lora_writes = {"gate_up_h", "down_h"} if self.lora else set()

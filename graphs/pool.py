@@ -191,12 +191,13 @@ class GraphPool:
 
 
 def arena_memory(geometries: Iterable[Geometry], shapes: Sequence[int], eager_tokens: int) -> DeviceBuffer:
-    """One allocation that the arena of any shape of any of ``geometries`` fits into."""
+    """One allocation that the arena of any shape of any of ``geometries`` fits into: not always the largest shape's, of
+    which tiles and adapter groups may be larger and fewer."""
     return shared_memory(
         [
             plan_buffers(geometry, tokens, lora=geometry.max_loras > 0, apart=tokens in shapes)
             for geometry in geometries
-            for tokens in (*shapes, eager_shapes(geometry, max(shapes), eager_tokens)[-1])
+            for tokens in (*shapes, *eager_shapes(geometry, max(shapes), eager_tokens))
         ]
     )
 

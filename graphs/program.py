@@ -19,8 +19,8 @@ class Plan(StrEnum):
     ``SINGLE_STREAM``            shrink and expand one after the other, before the GEMM or before finalize
     ``TWO_STREAM``               those of gate_up on the side stream, beside the gate_up GEMM
     ``TWO_STREAM_OVERLAP_DOWN``  those of down too, beside the down GEMM, and finalize behind them
-    ``FUSED``                    one stream; the GEMMs expand as they finish a tile, unless tokens are many both of them
-                                 and the shrinks in one kernel
+    ``FUSED``                    one stream; the GEMMs expand as they finish a tile, and where experts have few tokens
+                                 each, both of them and the shrinks are one kernel
     """
 
     SINGLE_STREAM = "single_stream"
@@ -93,13 +93,13 @@ def build_program(
         _wide(build)
         return build.program(Plan.FUSED)
     fused = plan is Plan.FUSED or not launches.lora
-    counts = fused and launches.counts_keys
+    counts = fused and launches.sorts_counted
     if counts:
         _sort_counted(build)
     elif fused and launches.token_config:
         build.launch(build.make.few_sort(build.main))
     else:
-        build.launch(build.make.sort(build.main, fused=fused))
+        build.launch(build.make.sort(build.main))
     if not (fused and (launches.direct or launches.mlp)):
         build.launch((build.make.wide_gather if counts else build.make.gather)(build.main))
     if fused:

@@ -41,17 +41,18 @@ class Site:
 
     @property
     def tile(self) -> int:
-        """Tokens of a token tile."""
+        """Tokens that are multiplied together: a token tile, or half of one."""
         wide = self.geometry.wide_tile(self.num_tokens, lora=self.lora) if self.wide else None
         return wide or token_tile(self.geometry, self.num_tokens, lora=self.lora)
 
-    def tile_rows(self, *, fused: bool) -> int:
-        """Tokens of a tile as the sort makes it, which an expert MLP multiplies by halves."""
-        return self.mlp_config.tile_rows if fused and self.mlp else self.tile
+    @property
+    def tile_rows(self) -> int:
+        """Tokens of a tile as the sort makes it: an expert MLP may multiply it by halves."""
+        return self.mlp_config.tile_rows if self.mlp else self.tile
 
     @property
-    def counts_keys(self) -> bool:
-        """Whether a fused forward sorts in two kernels."""
+    def sorts_counted(self) -> bool:
+        """Whether a fused forward sorts in two kernels, of which the first counts."""
         return not self.mlp and self.geometry.counts_keys(self.num_tokens, lora=self.lora)
 
     @property

@@ -16,7 +16,7 @@ class SortLaunches(Site):
 
     __slots__ = ()
 
-    def sort(self, stream: Stream, *, fused: bool) -> PreparedLaunch:
+    def sort(self, stream: Stream) -> PreparedLaunch:
         """Places of all slot rows, token tiles and adapter groups; also resets the GEMMs' tickets and counts. Of few
         tokens by ``narrow_sort``."""
         geometry = self.geometry
@@ -47,7 +47,7 @@ class SortLaunches(Site):
                 "tickets": self.buffer("tickets"),
                 "pending": self.buffer("pending") if counts else pointer(0),
                 **self.routing_sizes,
-                "tile_rows": int32(self.tile_rows(fused=fused)),
+                "tile_rows": int32(self.tile_rows),
                 "group_rows": int32(geometry.group_rows(self.num_tokens)),
                 "max_tokens": int32(self.num_tokens),
                 "tile_parts": int32(2 * geometry.intermediate_stride // self.mlp_config.block_m),

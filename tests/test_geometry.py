@@ -172,6 +172,8 @@ SMALL_SLICE = replace(QWEN, intermediate_size=512, num_experts=256, num_local_ex
         (MIXTRAL, 4, True, 128),
         (SMALL_SLICE, 16, True, 128),  # as many row tiles, but there is no direct GEMM of 16 tokens alone
         (replace(QWEN, num_experts=8, num_local_experts=-1, top_k=2), 256, False, 128),
+        (replace(QWEN, num_experts=1, num_local_experts=-1, top_k=1), 64, True, 128),  # one tile, whoever gets them
+        (replace(QWEN, num_experts=1, num_local_experts=-1, top_k=1), 65, False, 128),
     ],
 )
 def test_where_one_kernel_has_both_products(spec: LayerSpec, tokens: int, one_kernel: bool, block_m: int) -> None:
@@ -221,7 +223,8 @@ def test_padded_sizes_are_whole_tiles(hidden_size: int, width: int) -> None:
 
 
 @given(st.integers(1, 200), st.integers(0, 2))
-@example(129, 0)  # the last that an expert MLP takes
+@example(192, 0)  # the last that an expert MLP takes
+@example(64, 0)
 def test_a_larger_shape_needs_no_smaller_buffer(tokens: int, chunks: int) -> None:
     geometry = geometry_of(replace(SPEC, shared_intermediate_size=40 * chunks))
     small, large = (plan_buffers(geometry, count, lora=True).buffers for count in (tokens, tokens + 1))

@@ -54,6 +54,43 @@ def patterned(spec: LayerSpec, tokens: int, pattern: str) -> LayerBatch:
     return batch
 
 
+def assert_sorted(layer: GpuLayer, runnable: Runnable, batch: LayerBatch, tile_rows: int) -> list[int]:
+    """Places, tiles of ``tile_rows`` and adapter groups are those of plain loops; the places."""
+    shape, lora, arena = runnable.variant.num_tokens, runnable.variant.lora, runnable.arena
+    assert batch.topk_ids is not None
+    assert batch.token_slots is not None
+    slots = batch.token_slots.tolist() if lora else None
+    made = permutation(layer.geometry, batch.topk_ids.tolist(), slots, tile_rows, layer.geometry.group_rows(shape))
+    place_tokens = arena.read("place_tokens").tolist()
+    for row, place in enumerate(made.places):
+        assert place < 0 or place_tokens[place] == row // layer.geometry.choices
+    padding = [-1] * ((shape - batch.num_tokens) * layer.geometry.choices)
+    assert arena.read("places").tolist() == made.places + padding
+    assert_listed(arena, "tiles", [list(tile) for tile in made.tiles])
+    assert arena.read("tickets").tolist() == [0, 0]
+    if lora:
+        assert_listed(arena, "groups", [list(group) for group in made.groups])
+        row_slots = arena.read("row_slots")
+        assert {place: int(row_slots[place]) for place in made.row_slots} == made.row_slots
+    return made.places
+
+
+MANY = LayerSpec(index=0, hidden_size=64, intermediate_size=40, num_experts=256, top_k=4, shared_intermediate_size=40)
+
+
+@pytest.mark.parametrize(("lora", "tile_rows"), [(False, 128), (True, 64)], ids=["base", "lora"])
+def test_many_rows_are_sorted_for_an_expert_mlp(gpu: Gpu, lora: bool, tile_rows: int) -> None:
+    layer = gpu.layer(MANY, max_tokens=2047)
+    for tokens, shape in ((390, 400), (1025, 1025), (2047, 2047)):
+        batch, variant = patterned(MANY, tokens, "random"), Variant(shape, RoutingInput.TOPK, lora)
+        runnable = layer.pool.build(variant, Plan.FUSED, captured=False)
+        assert [launch.kernel.name for launch in runnable.program.launches][:2] == ["narrow_sort", "expert_mlp"]
+        layer.poison()
+        layer.send(runnable, batch)
+        layer.launch(runnable, "sort")
+        assert_sorted(layer, runnable, batch, tile_rows)
+
+
 @pytest.mark.parametrize("narrow", [True, False], ids=["narrow", "any"])
 @pytest.mark.parametrize("pattern", ["random", "one", "one group", "nowhere"])
 @pytest.mark.parametrize("lora", [False, True], ids=["base", "lora"])
@@ -71,26 +108,10 @@ def test_rows_are_sorted_stably_and_no_other_is_touched(
         layer.poison()
         layer.send(runnable, batch)
         layer.launch(runnable, "sort")
-        assert batch.topk_ids is not None
-        assert batch.token_slots is not None
-        slots = batch.token_slots.tolist() if lora else None
-        sizes = token_tile(layer.geometry, shape, lora=lora), layer.geometry.group_rows(shape)
-        made = permutation(layer.geometry, batch.topk_ids.tolist(), slots, *sizes)
-        arena = runnable.arena
-        place_tokens = arena.read("place_tokens").tolist()
-        for row, place in enumerate(made.places):
-            assert place < 0 or place_tokens[place] == row // layer.geometry.choices
-        padding = [-1] * ((shape - tokens) * layer.geometry.choices)
-        assert arena.read("places").tolist() == made.places + padding
-        assert_listed(arena, "tiles", [list(tile) for tile in made.tiles])
-        assert arena.read("tickets").tolist() == [0, 0]
-        if lora:
-            assert_listed(arena, "groups", [list(group) for group in made.groups])
-            row_slots = arena.read("row_slots")
-            assert {place: int(row_slots[place]) for place in made.row_slots} == made.row_slots
-        assert (arena.read("tokens").view(torch.int16) == POISONED).all()
+        places = assert_sorted(layer, runnable, batch, token_tile(layer.geometry, shape, lora=lora))
+        assert (runnable.arena.read("tokens").view(torch.int16) == POISONED).all()
         layer.launch(runnable, "gather")
-        assert_gathered(layer, runnable, batch, made.places)
+        assert_gathered(layer, runnable, batch, places)
 
 
 def assert_listed(arena: Arena, name: str, expected: list[list[int]]) -> None:

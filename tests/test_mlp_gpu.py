@@ -43,24 +43,38 @@ def test_the_bits_of_the_products_apart(
 
 
 CROWDED = LayerSpec(index=0, hidden_size=328, intermediate_size=328, num_experts=64, top_k=8)
+SLICE = LayerSpec(
+    index=0,
+    hidden_size=200,
+    intermediate_size=136,
+    num_experts=128,
+    num_local_experts=64,
+    top_k=8,
+    shared_intermediate_size=200,
+)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["base", "lora"])
 @pytest.mark.parametrize("pair_rounds", [0, 1 << 20], ids=["pairs of row tiles", "single ones"])
-@pytest.mark.parametrize(("tokens", "shape"), [(130, 130), (300, 384), (400, 400), (509, 512)])
+@pytest.mark.parametrize(
+    ("spec", "tokens", "shape"),
+    [(CROWDED, 130, 130), (CROWDED, 300, 384), (CROWDED, 400, 400), (CROWDED, 509, 512), (SLICE, 1001, 1024)],
+    ids=lambda value: value if isinstance(value, int) else value.num_experts,
+)
 def test_crowded_experts_have_the_bits_of_fewer_tokens(
-    gpu: Gpu, tokens: int, shape: int, pair_rounds: int, lora: bool, monkeypatch: pytest.MonkeyPatch
+    gpu: Gpu, spec: LayerSpec, tokens: int, shape: int, pair_rounds: int, lora: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles of one half and of two, of one row tile and of two, and the wider ones with adapters."""
     monkeypatch.setattr(mlp_launches, "PAIR_ROUNDS", pair_rounds)
-    layer = gpu.layer(CROWDED, max_tokens=512)
-    layer.install(some_adapters(CROWDED))
+    layer = gpu.layer(spec, max_tokens=1024)
+    layer.install(some_adapters(spec))
     few = layer.runnable(32, lora=lora, captured=True)
     many = layer.runnable(shape, lora=lora, captured=True)
     assert "expert_mlp" in [launch.label for launch in many.program.launches]
-    spread = batch_of(CROWDED, tokens, lora=lora)
+    spread = batch_of(spec, tokens, lora=lora)
     assert spread.topk_ids is not None
-    on_eight = replace(spread, topk_ids=torch.arange(8, dtype=torch.int32).expand(tokens, 8).contiguous())
+    eight = torch.arange(spec.local_expert_offset, spec.local_expert_offset + 8, dtype=torch.int32)
+    on_eight = replace(spread, topk_ids=eight.expand(tokens, 8).contiguous())
     half = replace(spread, topk_ids=torch.where(torch.arange(tokens)[:, None] < 70, on_eight.topk_ids, spread.topk_ids))
     for batch in (spread, on_eight, half):
         parts = torch.arange(tokens).split(32)

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from fake_layer import LayerDriver
 from moelet.graphs.buffers import plan_buffers
 from moelet.graphs.geometry import Geometry
 from moelet.graphs.options import GraphOptions
 from moelet.graphs.planning import plan_memory
+from moelet.graphs.pool import arena_memory
 from moelet.layer.layout import PackedShape
 from moelet.layer.spec import LayerSpec
 from random_layers import SHARED_SPEC, SPEC, model_of
@@ -45,3 +47,36 @@ def test_layers_that_are_alike_share_their_shapes() -> None:
     assert [shape.layers for shape in plan_memory(two, OPTIONS).shapes] == ["2,5"] * 3
     assert plan_memory(two, OPTIONS).weight_bytes == 2 * plan_memory(model, OPTIONS).weight_bytes
     assert plan_memory(two, OPTIONS).arena_bytes == plan_memory(model, OPTIONS).arena_bytes
+
+
+LIMITS = [((1,), 1025, 128, 8, 128, 128, 8), ((300,), 2049, 128, 3, 8, 128, 1), ((8,), 600, 6, 3, 40, 72, 3)]
+
+
+@pytest.mark.parametrize(("shapes", "eager", "experts", "top_k", "width", "hidden", "slots"), LIMITS)
+def test_the_arena_holds_every_shape(
+    shapes: tuple[int, ...],
+    eager: int,
+    experts: int,
+    top_k: int,
+    width: int,
+    hidden: int,
+    slots: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A smaller shape may need more: of more tokens tiles and adapter groups are larger, and so fewer."""
+    pytest.importorskip("cuda.bindings.driver")
+    LayerDriver().install(monkeypatch)
+    spec = replace(
+        SPEC, hidden_size=hidden, intermediate_size=width, num_experts=experts, num_local_experts=-1, top_k=top_k
+    )
+    geometry = Geometry.of(spec, router_fp32=False, max_loras=slots, max_lora_rank=8)
+    memory = arena_memory([geometry], shapes, eager)
+    options = GraphOptions(
+        decode_shapes=shapes,
+        max_decode_tokens=shapes[-1],
+        max_eager_tokens=eager,
+        max_loras=slots,
+        max_lora_rank=8,
+    )
+    plan = plan_memory(model_of(spec), options)
+    assert memory.num_bytes >= max(shape.lora_arena_bytes for shape in plan.shapes) == plan.arena_bytes

@@ -7,8 +7,8 @@
 // take from a ticket as they go: who computes a tile does not change its bits. With LORA a second warp brings B and h
 // of each tile's adapter groups through a short ring of its own, and the delta joins the sum before the epilogue.
 //
-// Compile-time: BLOCK_M (64 or 128), MAX_N (tokens of the largest tile), STAGES, EPILOGUE, LORA, DIRECT (tiles and
-// tokens come from shared memory: expert_mlp.cu, direct_gemm.cu).
+// Compile-time: BLOCK_M (64 or 128), MAX_N (tokens of the largest tile, or of its half), HALVES (of a tile: 1 or 2),
+// STAGES, EPILOGUE, LORA, DIRECT (tiles and tokens come from shared memory: expert_mlp.cu, direct_gemm.cu).
 #pragma once
 
 #include "common/gemm_consumer.cuh"

@@ -3,19 +3,19 @@
 
 #include "common/gemm_producer.cuh"
 
-constexpr int kGroups = MAX_N / kRowAlign / kGatherWarps;  // of eight rows, that a warp gathers
-constexpr int kWarpStride = kGatherWarps * kRowAlign;      // rows from one of its groups to the next
+constexpr int kRowGroups = MAX_N / kRowAlign / kGatherWarps;  // of eight rows, that a warp gathers
+constexpr int kWarpStride = kGatherWarps * kRowAlign;         // rows from one of its groups to the next
 
 // The tokens of a tile that is gathered, as far as they are one warp's: a lane knows where those of row `lane / 8` of
 // each of its groups and of the fourth from there begin.
 struct GatheredRows {
-    uint32_t offset[HALVES][kGroups][2];  // bytes from the first token's hidden states
-    int num_rows;                         // from the warp's first row on
+    uint32_t offset[HALVES][kRowGroups][2];  // bytes from the first token's hidden states
+    int num_rows;                            // from the warp's first row on
 
     // What the sort wrote while this kernel ran already, by loads that are no `__ldg`: all in one trip to memory, for a
     // row that is none is read as the tile's first, and none is looked at before all are under way.
     __device__ __forceinline__ void load(const Gemm& gemm, const TokenTile& tile, int warp) {
-        constexpr int kMine = 2 * kGroups * HALVES;
+        constexpr int kMine = 2 * kRowGroups * HALVES;
         const int row_bytes = gemm.k_blocks * kBlockBytes;
         const int* const place_tokens = gemm.place_tokens + tile.first_row + warp * kRowAlign;
         num_rows = tile.num_rows - warp * kRowAlign;
@@ -27,7 +27,7 @@ struct GatheredRows {
             asm volatile("ld.global.s32 %0, [%1];" : "=r"(token[i]) : "l"(place));
         }
 #pragma unroll
-        for (int i = 0; i < kMine; ++i) offset[i / 2 / kGroups][i / 2 % kGroups][i % 2] = token[i] * row_bytes;
+        for (int i = 0; i < kMine; ++i) offset[i / 2 / kRowGroups][i / 2 % kRowGroups][i % 2] = token[i] * row_bytes;
     }
     // Groups `first` and `first + 1`: instead of those rows that are none the first one, which nobody looks at.
     template <int kHalf>
@@ -63,9 +63,9 @@ struct GatheredRows {
                                   first + (lane % 8 ^ lane / 8 ^ 4) * 16 + 4 * kBlockBytes};
         hidden += lane % 8 * 16;
 #pragma unroll
-        for (int group = 0; group < kGroups; group += 2) {
+        for (int group = 0; group < kRowGroups; group += 2) {
             if (group * kWarpStride >= here) break;
-            if (kGroups > 1 && (group + 1) * kWarpStride < here)
+            if (kRowGroups > 1 && (group + 1) * kWarpStride < here)
                 copy_two_groups<kHalf>(group, rows, hidden);
             else
                 copy_last_group<kHalf>(group, rows, hidden);

@@ -5,7 +5,7 @@
 
 constexpr int kPlacedBarrier = 2;  // named barriers beside the consumers' own
 constexpr int kShrinkBarrier = 3;
-constexpr int kCrowdedShare = 6;  // of the pairs that are asked for otherwise
+constexpr int kCrowdedDivisor = 6;  // of the pairs that are asked for otherwise
 
 // An item of down waits until the activations of its expert are there. None of gate_up waits for another, and whoever
 // waits has taken its item later than those that it waits for were taken: all end.
@@ -18,7 +18,7 @@ struct Mlp {
 
     // The items of `num_tiles` token tiles. Of crowded ones, whose halves are both in use, a few pairs are enough.
     __device__ __forceinline__ void take(int num_tiles, bool crowded = false) {
-        const int least = crowded ? pair_items / kCrowdedShare : pair_items;
+        const int least = crowded ? pair_items / kCrowdedDivisor : pair_items;
         gate_up.item_tiles = kGathers && num_tiles * ceil_div(gate_up.row_tiles, 2) >= least ? 2 : 1;
         gate_up.num_items = num_tiles * items_of_tile(gate_up);
         num_items = gate_up.num_items + num_tiles * down.row_tiles;

@@ -7,7 +7,7 @@
 struct alignas(16) TokenTile {
     int expert;     // local expert index
     int first_row;  // permuted row of the first token, a multiple of 8
-    int num_rows;   // tokens, at most MAX_N
+    int num_rows;   // tokens, at most HALVES * MAX_N
     int groups;     // the expert's adapter groups: the first in the low half, how many in the high half
 
     __device__ __forceinline__ int first_group() const { return groups & 0xffff; }
