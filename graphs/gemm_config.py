@@ -123,6 +123,11 @@ def wide_config(tile: int) -> GemmConfig:
     return GemmConfig(block_m=128, max_n=tile, stages=WIDE_STAGES[tile], wide=True)
 
 
+def tile_of(num_tokens: int) -> int:
+    """The smallest of ``TOKEN_TILES`` that holds ``num_tokens``, or the largest there is."""
+    return next((tile for tile in TOKEN_TILES if tile >= num_tokens), TOKEN_TILES[-1])
+
+
 def gemm_config(tile: int, *, lora: bool = False, direct: bool = False) -> GemmConfig:
     """The configuration for token tiles of ``tile``."""
     return GemmConfig(128, tile, DIRECT_STAGES if direct else STAGES[lora][tile], direct=direct)

@@ -10,13 +10,13 @@ from .gemm_config import (
     MLP_TILES,
     MOST_SHARED_BYTES,
     RANK_BLOCK,
-    TOKEN_TILES,
     WIDE_TILES,
     GemmConfig,
     deep_config,
     few_config,
     gemm_config,
     halved_config,
+    tile_of,
 )
 
 ROW_TILE = 128
@@ -213,9 +213,9 @@ class Geometry:
         items = self._gate_up_items(num_tokens)
         lone = items > HALVED_ITEMS and min(items, self._down_items(num_tokens)) <= LONE_ITEMS
         tile = token_tile(self, num_tokens, lora=lora)
-        exists = tile in MLP_TILES or (lora and tile == LORA_TILE)
         two = tile == FEW_TILE and lone and direct and not lora
-        return exists and self.mlp_takes(num_tokens, lora=lora) and not two
+        largest = LORA_TILE if lora else MLP_TILES[-1]
+        return tile <= largest and self.mlp_takes(num_tokens, lora=lora) and not two
 
     def mlp_takes(self, num_tokens: int, *, lora: bool) -> bool:
         """Whether ``num_tokens`` tokens are few enough for an expert MLP, of each expert and together."""
@@ -297,4 +297,4 @@ def token_tile(geometry: Geometry, num_tokens: int, *, lora: bool) -> int:
         if lora and num_tokens > MLP_TILES[-1] and geometry.mean_load(num_tokens) > MLP_LOAD:
             return LORA_TILE
         wanted = min(wanted, MLP_TILES[-1])
-    return next((tile for tile in TOKEN_TILES if tile >= wanted), TOKEN_TILES[-1])
+    return tile_of(wanted)

@@ -3,7 +3,7 @@
 from . import kernels
 from .arguments import Argument, float32, int32, int64, pointer
 from .buffers import RoutingInput
-from .gemm_config import LORA_TILE, TOKEN_TILES, GemmConfig, gemm_config, wide_config
+from .gemm_config import GemmConfig, gemm_config, tile_of, wide_config
 from .kernel import Kernel, PreparedLaunch
 from .lora_launches import DOWN, GATE_UP
 from .mlp_launches import MlpLaunches
@@ -163,7 +163,7 @@ class Launches(SortLaunches, MlpLaunches, WideLaunches):
             config = wide_config(self.tile)
             kernel = kernels.wide_gemm(config, epilogue, lora=adds_delta)
         else:
-            config = gemm_config(TOKEN_TILES[-1] if self.tile == LORA_TILE else self.tile, lora=adds_delta)
+            config = gemm_config(tile_of(self.tile), lora=adds_delta)
             kernel = kernels.grouped_gemm(config, epilogue, lora=adds_delta)
         shared_bytes = config.shared_bytes(
             staging=epilogue == kernels.EPILOGUE_ACTIVATION,

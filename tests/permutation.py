@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from moelet.graphs.arena import Arena
 from moelet.graphs.geometry import ROW_ALIGN, Geometry
 from moelet.layer.layout import round_up
 
@@ -63,6 +64,20 @@ def permutation(
             found.tiles.append((expert, found.num_rows + start, min(step, len(mine) - start), listed))
         found.num_rows += -(-len(mine) // ROW_ALIGN) * ROW_ALIGN
     return found
+
+
+def assert_made(arena: Arena, made: Permutation, slot_rows: int, *, lora: bool) -> None:
+    """A sort of ``slot_rows`` rows at the most left these places, tiles and, with ``lora``, adapter groups."""
+    assert arena.read("places").tolist() == made.places + [-1] * (slot_rows - len(made.places))
+    _assert_listed(arena, "tiles", made.tiles)
+    assert arena.read("tickets").tolist() == [0, 0]
+    if lora:
+        _assert_listed(arena, "groups", made.groups)
+
+
+def _assert_listed(arena: Arena, name: str, expected: Sequence[tuple[int, ...]]) -> None:
+    assert arena.read(f"num_{name}").tolist() == [len(expected)]
+    assert arena.read(name)[: len(expected)].tolist() == [list(one) for one in expected]
 
 
 def balanced_step(count: int, tile: int) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from moelet.graphs.compiler import SOURCES, compile_kernel
+from moelet.graphs.compiler import SOURCES, Specialisation, compile_kernel
 from moelet.graphs.cubins import CubinStore
 
 
@@ -14,6 +14,11 @@ def check(folder: Path, opening: str, asserts: Iterable[str], defines: Mapping[s
     if not (folder / "common").exists():
         (folder / "common").symlink_to(SOURCES / "common")
     compile_kernel("twin.cu", defines, store=CubinStore(None), sources=folder)
+
+
+def defines_of(specialisation: Specialisation) -> dict[str, int]:
+    """What a kernel is compiled with, as ``check`` takes it."""
+    return {name: int(value) for name, value in specialisation.defines.items()}
 
 
 def constants_of(source: str, until: str) -> str:

@@ -19,7 +19,7 @@ from moelet.graphs.kernels import (
 )
 from moelet.layer.spec import LayerSpec
 from permutation import permutation
-from static_asserts import check, constants_of
+from static_asserts import check, constants_of, defines_of
 
 SPEC = LayerSpec(index=0, hidden_size=72, intermediate_size=40, num_experts=12, top_k=3)
 
@@ -95,8 +95,8 @@ def test_some_batch_takes_all_that_was_planned(tokens: int, experts: int) -> Non
 
 def test_the_warps_that_shrink_take_whole_groups(tmp_path: Path) -> None:
     team = constants_of("common/sorted_shrink_team.cuh", "constexpr int kTeamRanks")
-    defines = expert_mlp(gemm_config(8, lora=True), lora=True).defines.items()
-    check(tmp_path, team, [f"kTeamTokens == {MLP_GROUP_ROWS}"], {name: int(value) for name, value in defines})
+    defines = defines_of(expert_mlp(gemm_config(8, lora=True), lora=True))
+    check(tmp_path, team, [f"kTeamTokens == {MLP_GROUP_ROWS}"], defines)
 
 
 @pytest.mark.parametrize("loras", [1, 2, 5])
@@ -197,7 +197,7 @@ def test_tiles_of_many_tokens_have_two_halves_without_adapters(tmp_path: Path) -
     for tokens, lora, halves in ((256, False, 1), (257, False, 2), (257, True, 1), (1024, False, 2), (1024, True, 1)):
         config = geometry.mlp_config(tokens, lora=lora, direct=False)
         assert (config.halves, config.tile_rows) == (halves, halves * config.max_n)
-        defines = {name: int(value) for name, value in expert_mlp(config, lora=lora).defines.items()}
+        defines = defines_of(expert_mlp(config, lora=lora))
         asserts = [f"HALVES * MAX_N == {config.tile_rows}", f"kThreads == {config.threads(lora=lora, mlp=True)}"]
         check(tmp_path, '#include "common/gemm_block.cuh"', asserts, defines)
 

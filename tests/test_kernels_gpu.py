@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from gpu_engines import Gpu, GpuLayer, gpu, same_bits
-from moelet.graphs.arena import Arena
 from moelet.graphs.buffers import RoutingInput
 from moelet.graphs.geometry import Geometry, token_tile
 from moelet.graphs.pool import Runnable, Variant
@@ -18,7 +17,7 @@ from moelet.layer.engine import LayerBatch
 from moelet.layer.layout import from_block_major_k
 from moelet.layer.routing import route
 from moelet.layer.spec import LayerSpec, RoutingMethod, RoutingSpec
-from permutation import permutation
+from permutation import assert_made, permutation
 from random_layers import random_batch, random_weights
 
 pytestmark = pytest.mark.gpu
@@ -64,12 +63,8 @@ def assert_sorted(layer: GpuLayer, runnable: Runnable, batch: LayerBatch, tile_r
     place_tokens = arena.read("place_tokens").tolist()
     for row, place in enumerate(made.places):
         assert place < 0 or place_tokens[place] == row // layer.geometry.choices
-    padding = [-1] * ((shape - batch.num_tokens) * layer.geometry.choices)
-    assert arena.read("places").tolist() == made.places + padding
-    assert_listed(arena, "tiles", [list(tile) for tile in made.tiles])
-    assert arena.read("tickets").tolist() == [0, 0]
+    assert_made(arena, made, shape * layer.geometry.choices, lora=lora)
     if lora:
-        assert_listed(arena, "groups", [list(group) for group in made.groups])
         row_slots = arena.read("row_slots")
         assert {place: int(row_slots[place]) for place in made.row_slots} == made.row_slots
     return made.places
@@ -112,12 +107,6 @@ def test_rows_are_sorted_stably_and_no_other_is_touched(
         assert (runnable.arena.read("tokens").view(torch.int16) == POISONED).all()
         layer.launch(runnable, "gather")
         assert_gathered(layer, runnable, batch, places)
-
-
-def assert_listed(arena: Arena, name: str, expected: list[list[int]]) -> None:
-    """A list that the sort made, and its length."""
-    assert arena.read(f"num_{name}").tolist() == [len(expected)]
-    assert arena.read(name)[: len(expected)].tolist() == expected
 
 
 def assert_gathered(layer: GpuLayer, runnable: Runnable, batch: LayerBatch, places: list[int]) -> None:

@@ -27,7 +27,7 @@ from moelet.graphs.kernels import (
     grouped_gemm,
 )
 from moelet.layer.spec import LayerSpec
-from static_asserts import check, constants_of
+from static_asserts import check, constants_of, defines_of
 
 HOPPER_SHARED_BYTES = 227 << 10
 """What one block may ask for, from the CUDA programming guide's table of compute capability 9.0."""
@@ -103,7 +103,7 @@ def assert_carved_up(
         asserts.append(f"{taken} > {asked - RINGS_SLACK}")
     if lora:
         asserts.append(f"kProjections<{int(down)}> == {projections}")
-    defines = {name: int(value) for name, value in grouped_gemm(config, epilogue, lora=lora).defines.items()}
+    defines = defines_of(grouped_gemm(config, epilogue, lora=lora))
     defines |= {"DIRECT": int(config.direct), "HALVES": config.halves}
     check(folder, constants_of("common/gemm_block.cuh", "struct Memory {"), asserts, defines)
     assert asked <= HOPPER_SHARED_BYTES < 2 * asked, "one block an SM, and no more"

@@ -22,7 +22,7 @@ from moelet.layer.spec import LayerSpec
 from ordering import labelled, ordering_edges
 from pointers import pointed_at
 from random_layers import SHARED_SPEC, SPEC, model_of
-from static_asserts import check, constants_of
+from static_asserts import check, constants_of, defines_of
 
 pytest.importorskip("cuda.bindings.driver")
 
@@ -116,7 +116,7 @@ def test_the_gemm_asks_for_the_shared_memory_that_it_carves_up(
     taken = "STAGES * kStageBytes + 2 * kStagingBytes + sizeof(WideRing)"
     asserts = [f"{taken} <= {asked}", f"{taken} > {asked - 16}", f"kPiece == {WIDE_PIECE}"]
     asserts += [f"kThreads == {config.threads(lora=lora)}", f"kCluster == {config.cluster}", "kStageBytes % 1024 == 0"]
-    defines = {name: int(value) for name, value in wide_gemm(config, epilogue, lora=lora).defines.items()}
+    defines = defines_of(wide_gemm(config, epilogue, lora=lora))
     check(tmp_path, constants_of("common/wide_block.cuh", "struct WideMemory {"), asserts, defines)
     assert asked <= HOPPER_SHARED_BYTES < 2 * asked, "one block an SM, and no more"
 

@@ -24,6 +24,7 @@ from moelet.layer.adapter import Adapter
 from moelet.layer.layout import block_major_k
 from moelet.layer.spec import LayerSpec, RoutingSpec
 from oracle import assert_close_to_truth
+from permutation import assert_made
 from placed_rows import Placed, assert_rest_is_poison, blocks_to_rows, placed
 from random_layers import normal, random_batch, random_weights
 
@@ -101,14 +102,7 @@ def test_rows_are_sorted_alike_where_experts_have_too_few_for_wide_gemms(gpu: Gp
 def assert_sorted(case: Placed, *, lora: bool) -> None:
     """Places, tiles and groups are those of plain loops, rows lie at their places, and nothing else was written."""
     layer, arena, made = case.layer, case.runnable.arena, case.made
-    tokens, choices = case.batch.num_tokens, case.layer.geometry.choices
-    assert arena.read("places").tolist() == made.places + [-1] * ((SHAPE - tokens) * choices)
-    assert arena.read("num_tiles").tolist() == [len(made.tiles)]
-    assert arena.read("tiles")[: len(made.tiles)].tolist() == [list(tile) for tile in made.tiles]
-    assert arena.read("tickets").tolist() == [0, 0]
-    if lora:
-        assert arena.read("num_groups").tolist() == [len(made.groups)]
-        assert arena.read("groups")[: len(made.groups)].tolist() == [list(group) for group in made.groups]
+    assert_made(arena, made, SHAPE * layer.geometry.choices, lora=lora)
     assert arena.read("place_tokens")[case.rows.places].tolist() == case.rows.tokens.tolist()
     rows = blocks_to_rows(arena.read("tokens"), layer.geometry.hidden_stride)
     hidden = rows[case.rows.places]
