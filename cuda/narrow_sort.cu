@@ -14,7 +14,8 @@ constexpr int kShare = 128;    // slot rows that a block places
 constexpr int kBatch = 4;      // rows in flight per thread
 constexpr int kChunkBits = 6;  // of a count of up to 32
 constexpr int kEarlierShift = (kShare / 32 - 1) * kChunkBits;
-constexpr int kMaxRows = (1 << (32 - kEarlierShift)) - 1;  // slot rows at the most; the twin of NARROW_ROWS
+// Slot rows at the most: those before the last share are counted. The twin of NARROW_ROWS.
+constexpr int kMaxRows = 1 << (32 - kEarlierShift);
 
 // What is counted for the ranks of a block's own rows: by key, the rows of earlier shares in the high bits, and below
 // them those of each chunk of the own share but the last.
@@ -38,12 +39,12 @@ struct Earlier {
     }
 };
 
-// Divides by a product: of numbers whose product with the divisor is less than 2^32.
+// Divides by a product, with the inverse that `inverse_of` in graphs/sort_launches.py makes: of numbers whose product
+// with the divisor is less than 2^32.
 struct Divisor {
     int divisor;
     uint32_t inverse;
 
-    __device__ __forceinline__ explicit Divisor(int divisor) : divisor(divisor), inverse(0xffffffffu / divisor + 1) {}
     __device__ __forceinline__ int divide(int number) const {
         return divisor == 1 ? number : __umulhi(number, inverse);
     }
@@ -88,12 +89,10 @@ __device__ __forceinline__ uint16_t count_rows(const Rows& rows, const Routing& 
 
 // How an expert's rows are cut into token tiles.
 struct Tiling {
-    int rows;    // of a tile
-    int* first;  // [num_experts] the number of an expert's first tile
-    Divisor divisor;
+    Divisor rows;  // of a tile
+    int* first;    // [num_experts] the number of an expert's first tile
 
-    __device__ __forceinline__ Tiling(int rows, int* first) : rows(rows), first(first), divisor(rows) {}
-    __device__ __forceinline__ int tiles_of(int count) const { return divisor.divide(count + rows - 1); }
+    __device__ __forceinline__ int tiles_of(int count) const { return rows.divide(count + rows.divisor - 1); }
 };
 
 // Where an expert's tiles and groups begin in their lists, and its rows in memory. The sums over all threads' experts
@@ -139,14 +138,15 @@ __device__ __forceinline__ int begin_experts(const Rows& rows, const Tiling& til
 // By threads from number `thread` of all on, an expert each.
 __device__ __forceinline__ void list_tiles(const Rows& rows, const Tiling& tiling, int thread, TokenTile* tiles,
                                            const Pending& to_come) {
+    const int tile_rows = tiling.rows.divisor;
 #pragma unroll 1
     for (int expert = thread; expert < rows.num_experts; expert += kThreads) {
         const int count = rows.counts[expert];
         int index = tiling.first[expert];
 #pragma unroll 1
-        for (int row = 0; row < count; row += tiling.rows)
+        for (int row = 0; row < count; row += tile_rows)
             tiles[index++] =
-                TokenTile{expert, rows.starts[expert] + row, min(tiling.rows, count - row), rows.groups[expert]};
+                TokenTile{expert, rows.starts[expert] + row, min(tile_rows, count - row), rows.groups[expert]};
         to_come.write(rows, expert, tiling.tiles_of(count), rows.groups[expert] >> 16);
     }
 }
@@ -162,7 +162,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     narrow_sort(const LayerArgs* layer, const int* topk_ids, const int* token_slots, int* places, int* place_tokens,
                 int* row_slots, TokenTile* tiles, int* num_tiles, LoraGroup* groups, int* num_groups, int* tickets,
                 int* pending, int top_k, int num_shared, int local_offset, int num_local, int num_slots, int tile_rows,
-                int group_rows, int max_tokens, int tile_parts, int group_parts, int row_parts) {
+                int group_rows, int max_tokens, int tile_parts, int group_parts, int row_parts,
+                uint32_t choices_inverse, uint32_t tile_rows_inverse, uint32_t buckets_inverse) {
     extern __shared__ __align__(16) uint8_t shared[];
     const int lane = threadIdx.x % 32;
     const int choices = top_k + num_shared;
@@ -175,13 +176,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     carve(rows, shared, num_local + num_shared, num_slots + 1);
     const int num_keys = rows.num_experts * rows.buckets;
     const Earlier earlier{reinterpret_cast<uint32_t*>(rows.prefix + num_keys)};
-    const Tiling tiling(tile_rows, rows.prefix + 2 * num_keys);
+    const Tiling tiling{Divisor{tile_rows, tile_rows_inverse}, rows.prefix + 2 * num_keys};
     const Routing routing{topk_ids, token_slots, top_k, choices, local_offset, num_local, rows.buckets};
 
     // Threads that hold the block's own rows place them; in their turn, others list tiles, and others groups.
     const int thread = (threadIdx.x + kThreads - blockIdx.x * kShare % kThreads) % kThreads;
     const int own_row = thread < kShare ? blockIdx.x * kShare + thread : -1;
-    const Divisor per_token(choices);
+    const Divisor per_token{choices, choices_inverse};
     const uint16_t key = count_rows(rows, routing, layer, per_token, earlier, own_row);
     const int lower = __popc(__match_any_sync(~0u, key) & ((1u << lane) - 1));
     __syncthreads();
@@ -190,9 +191,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (own_row >= 0 && own_row < rows.max_rows) {
         int place = -1;
         if (key != kNoKey) {
-            place = rows.starts[routing.expert_of(key)] + rows.prefix[key] + earlier.before(key, thread / 32) + lower;
+            const int expert = Divisor{rows.buckets, buckets_inverse}.divide(key);
+            place = rows.starts[expert] + rows.prefix[key] + earlier.before(key, thread / 32) + lower;
             place_tokens[place] = per_token.divide(own_row);
-            if (num_slots > 0) row_slots[place] = key % rows.buckets - 1;
+            if (num_slots > 0) row_slots[place] = key - expert * rows.buckets - 1;
         }
         places[own_row] = place;
     }

@@ -31,6 +31,11 @@ def int32(value: int) -> Argument:
     return Argument("<i", value)
 
 
+def uint32(value: int) -> Argument:
+    """A C ``unsigned``."""
+    return Argument("<I", value)
+
+
 def int64(value: int) -> Argument:
     """A C ``long long``."""
     return Argument("<q", value)

@@ -1,7 +1,7 @@
 """The typed launches of the sorts of one kernel, of few slot rows and of many."""
 
 from . import kernels
-from .arguments import int32, pointer
+from .arguments import Argument, int32, pointer, uint32
 from .gemm_config import RANK_BLOCK
 from .geometry import NARROW_SHARE
 from .kernel import PreparedLaunch
@@ -9,6 +9,12 @@ from .site import Site
 from .streams import Stream
 
 SORT_WARPS = 16
+
+
+def inverse_of(divisor: int) -> int:
+    """The 32 bits by which ``narrow_sort`` multiplies, and keeps the high half, to divide by ``divisor``: exact for
+    numbers whose product with it is less than 2^32. Of 1, which it does not multiply by, 0."""
+    return ((1 << 32) - 1) // divisor + 1 & (1 << 32) - 1
 
 
 class SortLaunches(Site):
@@ -22,8 +28,11 @@ class SortLaunches(Site):
         geometry = self.geometry
         lora_writes = {"row_slots", "groups", "num_groups"} if self.lora else set()
         counts = self.mlp and self.token_config is None  # an expert MLP follows, if the plan is fused
+        inverses: dict[str, Argument] = {}
         if geometry.sorts_narrow(self.num_tokens, slots=self.slots):
             kernel = kernels.narrow_sort()
+            divisors = {"choices": geometry.choices, "tile_rows": self.tile_rows, "buckets": self.slots + 1}
+            inverses = {f"{name}_inverse": uint32(inverse_of(divisor)) for name, divisor in divisors.items()}
             blocks = -(-self.slot_rows // NARROW_SHARE)
             shared_bytes = geometry.narrow_sort_shared_bytes(slots=self.slots)
         else:
@@ -53,6 +62,7 @@ class SortLaunches(Site):
                 "tile_parts": int32(2 * geometry.intermediate_stride // self.mlp_config.block_m),
                 "group_parts": int32(0 if self.direct else self.shrink_parts),
                 "row_parts": int32(self.shrink_parts if self.direct else 0),
+                **inverses,
             },
             waits=True,
             holds=True,
