@@ -12,19 +12,23 @@ struct GatheredRows {
     uint32_t offset[HALVES][kRowGroups][2];  // bytes from the first token's hidden states
     int num_rows;                            // from the warp's first row on
 
-    // What the sort wrote while this kernel ran already, by loads that are no `__ldg`: all in one trip to memory, for a
-    // row that is none is read as the tile's first, and none is looked at before all are under way.
+    // What the sort wrote while this kernel ran already, by loads that are no `__ldg`: all in one trip to memory, for
+    // none is looked at before all are under way. A row that is none is the first token's.
     __device__ __forceinline__ void load(const Gemm& gemm, const TokenTile& tile, int warp) {
         constexpr int kMine = 2 * kRowGroups * HALVES;
         const int row_bytes = gemm.k_blocks * kBlockBytes;
-        const int* const place_tokens = gemm.place_tokens + tile.first_row + warp * kRowAlign;
+        const int first = warp * kRowAlign + threadIdx.x % 32 / 8;
+        const int* places = gemm.place_tokens + tile.first_row + first;
+        asm("" : "+l"(places));  // so that the places' addresses are it and a constant each
         num_rows = tile.num_rows - warp * kRowAlign;
         int token[kMine];
 #pragma unroll
         for (int i = 0; i < kMine; ++i) {
-            const int row = i / 2 * kWarpStride + i % 2 * 4 + threadIdx.x % 32 / 8;
-            const int* const place = place_tokens + (row < num_rows ? row : -warp * kRowAlign);
-            asm volatile("ld.global.s32 %0, [%1];" : "=r"(token[i]) : "l"(place));
+            const int row = i / 2 * kWarpStride + i % 2 * 4;  // from the lane's first
+            asm volatile(
+                "{\n.reg .pred real;\nsetp.lt.s32 real, %2, %3;\nmov.b32 %0, 0;\n@real ld.global.s32 %0, [%1];\n}"
+                : "=&r"(token[i])
+                : "l"(places + row), "r"(row), "r"(tile.num_rows - first));
         }
 #pragma unroll
         for (int i = 0; i < kMine; ++i) offset[i / 2 / kRowGroups][i / 2 % kRowGroups][i % 2] = token[i] * row_bytes;
