@@ -27,9 +27,9 @@ constexpr int kThreads = kConsumers + 32 + (LORA ? 32 : 0) + kSignalThreads + kG
 // Where sums need more registers than an equal share of them, warpgroups have so many a thread: together what a launch
 // of as many threads may have.
 constexpr bool kDealsRegisters = HALVES == 2 || (LORA && kBoth && MAX_N > 64);
-constexpr int kConsumerRegisters = LORA ? 160 : 208;
-constexpr int kProducerRegisters = LORA ? 96 : 88;
-constexpr int kShrinkRegisters = 96;
+constexpr int kConsumerRegisters = LORA ? 152 : 208;
+constexpr int kProducerRegisters = 88;
+constexpr int kShrinkRegisters = 120;
 static_assert(!kDealsRegisters ||
               kConsumers * kConsumerRegisters + 128 * kProducerRegisters + kShrinkThreads * kShrinkRegisters ==
                   65536 / kThreads / 8 * 8 * kThreads);
@@ -38,7 +38,7 @@ constexpr int kTokenBytes = round_up(MAX_N * kBlockBytes, 1024);  // of one K-bl
 constexpr int kStageBytes = kWeightBytes + kTokenBytes;
 [[maybe_unused]] constexpr int kTileFeatures = BLOCK_M / 2;  // features of one gate_up tile
 // Tokens up to which two row tiles of an item are multiplied side by side; beyond, in turn, for want of registers.
-constexpr int kPairWidth = LORA ? 32 : 64;
+constexpr int kPairWidth = LORA && !kDealsRegisters ? 32 : 64;
 constexpr int kFullArrivals = 1 + kGatherThreads;  // of the thread that brings weights, and of each that gathers
 constexpr int kStagingBytes = EPILOGUE == EPILOGUE_ACTIVATION || kBoth ? kTokenBytes : 0;
 
@@ -50,7 +50,7 @@ template <bool kDown>
 constexpr int kProjections = kDown ? 1 : 2;
 template <bool kDown>
 constexpr int kHTokenBytes = kProjections<kDown> * kHRowBytes;
-constexpr int kEntries = kBoth && MAX_N > 64 ? 6 : 8;
+constexpr int kEntries = kBoth && MAX_N > 64 ? 5 : 8;
 constexpr int kHBlocks = MAX_N > 64 ? 4 : 8;
 constexpr int kLoraStages = LORA ? 2 : 0;
 constexpr int kLoraStageBytes = kEntries * kTileFragmentBytes + kHBlocks * MAX_N * kHTokenBytes<IS_DOWN>;

@@ -1,7 +1,8 @@
 // The warps that shrink beside the product of sorted tokens: an adapter group's 16 ranks a part, gate and up together.
 //
-// Ranks are the M operand, eight tokens the N operand. K is split as everywhere, and summed in the same order. A part's
-// A is under way while the part before is still being written.
+// Ranks are the M operand, eight tokens the N operand, or twice eight where experts have so many that A would come
+// again for each eight. K is split as everywhere, and summed in the same order. A part's A is under way while the part
+// before is still being written.
 #pragma once
 
 #include "common/mlp.cuh"
@@ -9,7 +10,8 @@
 
 static_assert(RANK_BLOCKS == 2, "an M tile is two blocks of ranks");
 
-constexpr int kTeamTokens = 8;  // of a group at the most; the twin of MLP_GROUP_ROWS in graphs/geometry.py
+constexpr int kTokenBlocks = MAX_N > 64 ? 2 : 1;  // of eight tokens
+constexpr int kTeamTokens = 8 * kTokenBlocks;     // of a group at the most; twins in graphs/geometry.py
 constexpr int kTeamRanks = RANK_BLOCKS * kRankBlock;
 
 // Hidden states where they came: [tokens, stride], less than 4 GiB of them.
@@ -75,11 +77,15 @@ struct TeamMemory {
     LoraGroup groups[2];
 };
 
+// A warp's sums of a share of K.
+template <int kProjections>
+using Sums = float[kProjections][kTokenBlocks][4];
+
 // One step of K, on its way through registers.
 template <int kProjections>
 struct Step {
     uint4 a[kProjections][RANK_BLOCKS];
-    uint4 x;
+    uint4 x[kTokenBlocks];
 
     __device__ __forceinline__ void load_a(const Chunk<kProjections>& chunk, const Walk& walk) {
         const int offset = walk.step() * kAStepBytes + threadIdx.x % 32 * 16;
@@ -91,14 +97,20 @@ struct Step {
                               ? __ldg(reinterpret_cast<const uint4*>(chunk.a[p] + b * chunk.a_block + offset))
                               : uint4{0, 0, 0, 0};
     }
-    // `place` is that of token lane / 4; -1 for none.
+    // `places` are those of token lane / 4 of each block of them; -1 for none.
     template <typename Operand>
-    __device__ __forceinline__ void load_x(const Operand& operand, int place, const Walk& walk) {
-        x = walk.real() && place >= 0 ? operand.load(place, walk.step(), threadIdx.x % 32) : uint4{0, 0, 0, 0};
-    }
-    __device__ __forceinline__ void multiply(float (&acc)[kProjections][4]) const {
+    __device__ __forceinline__ void load_x(const Operand& operand, const int (&places)[kTokenBlocks],
+                                           const Walk& walk) {
 #pragma unroll
-        for (int p = 0; p < kProjections; ++p) mma_m16n8k32(acc[p], a[p][0], a[p][1], x);
+        for (int t = 0; t < kTokenBlocks; ++t)
+            x[t] = walk.real() && places[t] >= 0 ? operand.load(places[t], walk.step(), threadIdx.x % 32)
+                                                 : uint4{0, 0, 0, 0};
+    }
+    __device__ __forceinline__ void multiply(Sums<kProjections>& acc) const {
+#pragma unroll
+        for (int p = 0; p < kProjections; ++p)
+#pragma unroll
+            for (int t = 0; t < kTokenBlocks; ++t) mma_m16n8k32(acc[p][t], a[p][0], a[p][1], x[t]);
     }
 };
 
@@ -109,16 +121,19 @@ struct SortedShrinkTeam {
     const int* num_groups;
 
     template <int kProjections>
-    __device__ __forceinline__ void keep(float (&acc)[kProjections][4], int share) const {
+    __device__ __forceinline__ void keep(Sums<kProjections>& acc, int share) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int p = 0; p < kProjections; ++p)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float2& kept = *reinterpret_cast<float2*>(&memory.sums[p][share][lane / 4 + 8 * half][lane % 4 * 2]);
-                kept = float2{acc[p][2 * half], acc[p][2 * half + 1]};
-                acc[p][2 * half] = acc[p][2 * half + 1] = 0.0f;
-            }
+            for (int t = 0; t < kTokenBlocks; ++t)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    float* const kept = &memory.sums[p][share][lane / 4 + 8 * half][8 * t + lane % 4 * 2];
+                    float (&sums)[2] = reinterpret_cast<float (&)[2]>(acc[p][t][2 * half]);
+                    *reinterpret_cast<float2*>(kept) = float2{sums[0], sums[1]};
+                    sums[0] = sums[1] = 0.0f;
+                }
     }
 
     // Adds the shares' sums of a group, and writes h.
@@ -168,9 +183,13 @@ struct SortedShrinkTeam {
             const bool written = chunk.written > 0;
             if (written) {
                 await_tokens(gemm.pending_tokens(group.expert));
-                const int token = threadIdx.x % 32 / 4;
-                const int place = token < group.num_rows ? operand.find(group.first_row + token) : -1;
-                multiply_shares(held, chunk, operand, place, k_steps);
+                int places[kTokenBlocks];
+#pragma unroll
+                for (int t = 0; t < kTokenBlocks; ++t) {
+                    const int token = 8 * t + threadIdx.x % 32 / 4;
+                    places[t] = token < group.num_rows ? operand.find(group.first_row + token) : -1;
+                }
+                multiply_shares(held, chunk, operand, places, k_steps);
             }
             async_copies_wait();
             team_sync();
@@ -199,16 +218,16 @@ struct SortedShrinkTeam {
         }
     }
 
-    // The sums of this warp's shares of K for eight tokens; the first steps of A are under way.
+    // The sums of this warp's shares of K for all tokens; the first steps of A are under way.
     template <int kDepth, int kProjections, typename Operand>
     __device__ __forceinline__ void multiply_shares(Step<kProjections> (&held)[kDepth],
-                                                    const Chunk<kProjections>& chunk, const Operand& operand, int place,
-                                                    int k_steps) const {
-        float acc[kProjections][4] = {};
+                                                    const Chunk<kProjections>& chunk, const Operand& operand,
+                                                    const int (&places)[kTokenBlocks], int k_steps) const {
+        Sums<kProjections> acc = {};
         Walk ahead(k_steps, team_thread() / 32);
 #pragma unroll
         for (int i = 0; i < kDepth; ++i) {
-            held[i].load_x(operand, place, ahead);
+            held[i].load_x(operand, places, ahead);
             ahead.advance();
         }
         const int steps = ahead.steps();
@@ -222,7 +241,7 @@ struct SortedShrinkTeam {
                 if (step + i >= total) break;
                 held[i].multiply(acc);
                 held[i].load_a(chunk, ahead);
-                held[i].load_x(operand, place, ahead);
+                held[i].load_x(operand, places, ahead);
                 ahead.advance();
                 if (--left > 0) continue;
                 keep(acc, share);
