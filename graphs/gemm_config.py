@@ -13,7 +13,7 @@ SHRINK_THREADS = 128
 """Threads of a block that shrink beside both products."""
 EXCLUSIVE_BYTES = 114 << 10
 """Shared memory that keeps a second GEMM block off an SM: two on one would leave another idle."""
-LORA_ENTRIES, FEWER_ENTRIES = 8, 6
+LORA_ENTRIES, FEWER_ENTRIES = 8, 5
 """Blocks of ranks that one LoRA stage of a GEMM holds, and that of an expert MLP of ``LORA_TILE``."""
 TOKEN_TILES = (8, 16, 32, 64, 128)
 """Tokens that one tile of a grouped GEMM can hold; the kernel is specialised for each."""

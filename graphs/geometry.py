@@ -23,16 +23,18 @@ ROW_TILE = 128
 """Weight rows are padded to this, so that every row tile is whole."""
 ROW_ALIGN = 8
 """An expert's permuted rows are padded to this."""
-GROUP_ROWS, MLP_GROUP_ROWS = 32, 8
-"""Rows of an adapter group at the most, but for wide GEMMs, so that several blocks shrink for one expert;
-where an expert MLP takes them, as many as its warps shrink at once."""
+GROUP_ROWS, MLP_GROUP_ROWS, CROWD_GROUP_ROWS = 32, 8, 16
+"""Rows of an adapter group at the most, but for wide GEMMs, so that several blocks shrink for one expert; where an
+expert MLP takes them, as many as its warps shrink at once: more with tiles of ``LORA_TILE``."""
 HALVED_ITEMS, LONE_ITEMS = 64, 128
 """Whole row tiles of gate_up up to which they are halved, and of a product that leave most blocks one at the most."""
 MLP_TOKENS = 2048
 """Tokens that an expert MLP takes at the most, if they are no more slot rows than ``NARROW_ROWS``."""
-MLP_LOAD, MLP_CROWD, CROWD_EXPERTS = 48, 64, 64
-"""Tokens that an expert has on average then at the most: so few that almost none has more than ``MLP_TILES[-1]``, or,
-where there are so many experts that blocks end together, so many that ``LORA_TILE`` holds almost all."""
+MLP_LOAD, MANY_EXPERTS = {False: (48, 112), True: (64, 72)}, 64
+"""Tokens that an expert has on average then at the most, without adapters and with, of few experts and of
+``MANY_EXPERTS`` or more: of those blocks have so many items that they end together."""
+LORA_TILE_ABOVE = 48
+"""Tokens that an expert has on average above which tiles are of ``LORA_TILE`` with adapters."""
 HALVES_ABOVE = 256
 """Tokens above which its tiles have two halves, without adapters."""
 SHRINK_PARTS = 4
@@ -41,7 +43,7 @@ SHRINK_BYTES = 4 << 10
 """Static shared memory in which the warps that shrink beside few tokens add their sums up."""
 DIRECT_ROWS = 256
 """Slot rows that such an MLP can sort."""
-NARROW_SHARE, NARROW_ROWS = 128, (1 << 14) - 1
+NARROW_SHARE, NARROW_ROWS = 128, 1 << 14
 """Slot rows that a block places that sorts few tokens, and the most that it can count."""
 WIDE_ABOVE = 256
 """Tokens above which two kernels sort them, and wide GEMMs are used where experts have enough of them, unless an expert
@@ -219,13 +221,9 @@ class Geometry:
 
     def mlp_takes(self, num_tokens: int, *, lora: bool) -> bool:
         """Whether ``num_tokens`` tokens are few enough for an expert MLP, of each expert and together."""
-        most = MLP_CROWD if self.experts >= CROWD_EXPERTS else MLP_LOAD
-        few = num_tokens <= MLP_TILES[-1] or self.mean_load(num_tokens) <= most
-        return (
-            few
-            and num_tokens <= MLP_TOKENS
-            and (num_tokens <= WIDE_ABOVE or self.sorts_narrow(num_tokens, slots=self.slots(lora=lora)))
-        )
+        most = MLP_LOAD[lora][self.experts >= MANY_EXPERTS]
+        few = (num_tokens <= MLP_TILES[-1] or self.mean_load(num_tokens) <= most) and num_tokens <= MLP_TOKENS
+        return few and (num_tokens <= WIDE_ABOVE or self.sorts_narrow(num_tokens, slots=self.slots(lora=lora)))
 
     def mlp_config(self, num_tokens: int, *, lora: bool, direct: bool) -> GemmConfig:
         """How that kernel is compiled. Row tiles are halved where whole ones would be few."""
@@ -285,7 +283,9 @@ class Geometry:
 
     def group_rows(self, num_tokens: int) -> int:
         """Rows of one of those at the most."""
-        return MLP_GROUP_ROWS if self.mlp(num_tokens, lora=True, direct=False) else GROUP_ROWS
+        if not self.mlp(num_tokens, lora=True, direct=False):
+            return GROUP_ROWS
+        return CROWD_GROUP_ROWS if token_tile(self, num_tokens, lora=True) == LORA_TILE else MLP_GROUP_ROWS
 
 
 def token_tile(geometry: Geometry, num_tokens: int, *, lora: bool) -> int:
@@ -294,7 +294,7 @@ def token_tile(geometry: Geometry, num_tokens: int, *, lora: bool) -> int:
     for. Results do not depend on it."""
     wanted = min(num_tokens, max(64, round(2 * geometry.mean_load(num_tokens))))
     if geometry.mlp_takes(num_tokens, lora=lora):
-        if lora and num_tokens > MLP_TILES[-1] and geometry.mean_load(num_tokens) > MLP_LOAD:
+        if lora and num_tokens > MLP_TILES[-1] and geometry.mean_load(num_tokens) > LORA_TILE_ABOVE:
             return LORA_TILE
         wanted = min(wanted, MLP_TILES[-1])
     return tile_of(wanted)

@@ -1,7 +1,7 @@
 """The captured graphs of one geometry, one for each token count, routing input, and with or without LoRA."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from .asked import AskedKernels
 from .buffers import RoutingInput, plan_buffers
 from .capture import CapturedGraph, capture
 from .compiler import Specialisation
-from .geometry import Geometry
+from .geometry import MLP_TOKENS, Geometry
 from .kernels import Kernels, KernelSource, Progress
 from .launches import Launches
 from .memory import DeviceBuffer
@@ -202,13 +202,22 @@ def arena_memory(geometries: Iterable[Geometry], shapes: Sequence[int], eager_to
     )
 
 
+def _growing_shapes() -> Iterator[int]:
+    """Each twice as large as the one before, and where expert MLPs, which the load changes most, take them, one between
+    each two."""
+    for tokens in (SMALLEST_EAGER << i for i in count()):
+        yield tokens
+        if tokens < MLP_TOKENS:
+            yield tokens * 3 // 2
+
+
 def eager_shapes(geometry: Geometry, decode_limit: int, eager_tokens: int) -> list[int]:
     """The shapes of batches above the decode limit, ascending: each has kernels of its own for its load.
 
     The largest is ``eager_tokens``, or half as many, and so on, where the sort of a shape would not fit: with far more
     experts and adapter slots than usual.
     """
-    between = takewhile(lambda tokens: tokens < eager_tokens, (SMALLEST_EAGER << i for i in count()))
+    between = takewhile(lambda tokens: tokens < eager_tokens, _growing_shapes())
     shapes = [*(tokens for tokens in between if tokens > decode_limit), eager_tokens]
     if all(geometry.sorts(tokens) for tokens in shapes) or eager_tokens <= decode_limit + 1:
         return shapes

@@ -61,7 +61,7 @@ def crowded_outputs(spec: LayerSpec, tokens: int) -> Iterator[Tensor]:
 
 
 def main() -> None:
-    geometry.HALVES_ABOVE, geometry.CROWD_EXPERTS = 100, 1
+    geometry.HALVES_ABOVE, geometry.MANY_EXPERTS = 100, 1
     outputs = list(crowded_outputs(PLAIN, 160))
     if "once" not in sys.argv[1:]:
         outputs += crowded_outputs(MANY, 400)

@@ -9,14 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moelet.graphs.buffers import plan_buffers
-from moelet.graphs.gemm_config import (
-    TOKEN_TILES,
-    gemm_config,
-)
-from moelet.graphs.geometry import GROUP_ROWS, MLP_GROUP_ROWS, Geometry, token_tile
-from moelet.graphs.kernels import (
-    expert_mlp,
-)
+from moelet.graphs.gemm_config import LORA_TILE, TOKEN_TILES, gemm_config
+from moelet.graphs.geometry import CROWD_GROUP_ROWS, GROUP_ROWS, MLP_GROUP_ROWS, Geometry, token_tile
+from moelet.graphs.kernels import expert_mlp
 from moelet.layer.spec import LayerSpec
 from permutation import permutation
 from static_asserts import check, constants_of, defines_of
@@ -93,10 +88,17 @@ def test_some_batch_takes_all_that_was_planned(tokens: int, experts: int) -> Non
     assert geometry.lora_groups(tokens) == worst_groups
 
 
-def test_the_warps_that_shrink_take_whole_groups(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "tile", "rows"),
+    [(1, 8, MLP_GROUP_ROWS), (1536, 64, MLP_GROUP_ROWS), (2048, LORA_TILE, CROWD_GROUP_ROWS)],
+)
+def test_the_warps_that_shrink_take_whole_groups(tmp_path: Path, tokens: int, tile: int, rows: int) -> None:
+    geometry = geometry_of(replace(SPEC, num_experts=64, num_local_experts=-1, top_k=2), max_loras=1)
+    assert token_tile(geometry, tokens, lora=True) == tile
+    assert geometry.group_rows(tokens) == rows
     team = constants_of("common/sorted_shrink_team.cuh", "constexpr int kTeamRanks")
-    defines = defines_of(expert_mlp(gemm_config(8, lora=True), lora=True))
-    check(tmp_path, team, [f"kTeamTokens == {MLP_GROUP_ROWS}"], defines)
+    defines = defines_of(expert_mlp(gemm_config(tile, lora=True), lora=True))
+    check(tmp_path, team, [f"kTeamTokens == {rows}"], defines)
 
 
 @pytest.mark.parametrize("loras", [1, 2, 5])
@@ -134,17 +136,18 @@ def test_a_tile_holds_an_experts_tokens_where_it_can(tokens: int, top_k: int, ex
 
 
 @given(st.integers(1, 300), st.integers(1, 8), st.integers(8, 256))
-def test_one_tile_an_expert_up_to_64_tokens(tokens: int, top_k: int, experts: int) -> None:
+def test_tiles_are_no_larger_than_need_be(tokens: int, top_k: int, experts: int) -> None:
     geometry = geometry_of(replace(SPEC, num_experts=experts, num_local_experts=-1, top_k=top_k))
     tile = token_tile(geometry, tokens, lora=True)
-    assert tile in TOKEN_TILES
+    assert tile in (*TOKEN_TILES, LORA_TILE)
     assert tile >= min(tokens, 64)
-    assert tile == TOKEN_TILES[0] or TOKEN_TILES[TOKEN_TILES.index(tile) - 1] < tokens, "no larger than need be"
+    assert all(smaller < tokens for smaller in TOKEN_TILES if smaller < tile)
 
 
 QWEN = replace(SPEC, hidden_size=2048, intermediate_size=768, num_experts=128, num_local_experts=-1, top_k=8)
 SLICE = replace(QWEN, num_local_experts=32)
 MIXTRAL = replace(QWEN, hidden_size=4096, intermediate_size=14336, num_experts=8, num_local_experts=-1, top_k=2)
+WITH_SHARED = replace(QWEN, num_experts=256, num_local_experts=-1, shared_intermediate_size=768)
 SMALL_SLICE = replace(QWEN, intermediate_size=512, num_experts=256, num_local_experts=32)
 
 
@@ -156,13 +159,16 @@ SMALL_SLICE = replace(QWEN, intermediate_size=512, num_experts=256, num_local_ex
         (QWEN, 256, True, 128),
         (QWEN, 257, True, 128),
         (QWEN, 1024, True, 128),
-        (QWEN, 1025, False, 128),  # more than 64 tokens an expert
+        (QWEN, 1792, True, 128),
+        (QWEN, 1793, False, 128),  # more than 112 tokens an expert
         (SLICE, 768, True, 128),
         (SLICE, 769, False, 128),  # more than 48, of few experts
         (MIXTRAL, 192, True, 128),
         (MIXTRAL, 193, False, 128),
-        (replace(QWEN, num_experts=256, num_local_experts=-1), 2047, True, 128),
-        (replace(QWEN, num_experts=256, num_local_experts=-1), 2048, False, 128),  # more slot rows than one sort counts
+        (replace(QWEN, num_experts=256, num_local_experts=-1), 2048, True, 128),
+        (replace(QWEN, num_experts=256, num_local_experts=-1), 2049, False, 128),
+        (WITH_SHARED, 1820, True, 128),
+        (WITH_SHARED, 1821, False, 128),  # more slot rows than one sort counts
         (SLICE, 1, True, 64),
         (SLICE, 2, True, 64),
         (SLICE, 4, False, 128),
@@ -185,11 +191,20 @@ def test_where_one_kernel_has_both_products(spec: LayerSpec, tokens: int, one_ke
     assert geometry.mlp_config(tokens, lora=False, direct=direct).block_m == block_m
 
 
-@pytest.mark.parametrize(("tokens", "tile"), [(64, 64), (65, 64), (768, 64), (769, 80), (1024, 80), (1025, 128)])
+@pytest.mark.parametrize(("tokens", "tile"), [(64, 64), (65, 64), (768, 64), (769, 80), (1152, 80), (1153, 128)])
 def test_tiles_with_adapters_grow_with_the_mean_load(tokens: int, tile: int) -> None:
     geometry = geometry_of(QWEN)
     assert token_tile(geometry, tokens, lora=True) == tile
-    assert token_tile(geometry, tokens, lora=False) == min(tile, 64 if geometry.mlp_takes(tokens, lora=False) else 128)
+    assert token_tile(geometry, tokens, lora=False) == 64
+
+
+def test_with_adapters_one_kernel_takes_more_tokens_of_few_experts() -> None:
+    for spec, base, lora in ((SLICE, 768, 1024), (MIXTRAL, 192, 256)):
+        geometry = geometry_of(spec)
+        for tokens in (base, base + 1, lora, lora + 1):
+            assert geometry.mlp_takes(tokens, lora=False) == (tokens <= base)
+            assert geometry.mlp_takes(tokens, lora=True) == (tokens <= lora)
+            assert token_tile(geometry, tokens, lora=True) == (64 if tokens <= base else 80 if tokens <= lora else 128)
 
 
 def test_tiles_of_many_tokens_have_two_halves_without_adapters(tmp_path: Path) -> None:

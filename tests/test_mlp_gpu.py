@@ -58,13 +58,23 @@ SLICE = LayerSpec(
 @pytest.mark.parametrize("pair_rounds", [0, 1 << 20], ids=["pairs of row tiles", "single ones"])
 @pytest.mark.parametrize(
     ("spec", "tokens", "shape"),
-    [(CROWDED, 130, 130), (CROWDED, 300, 384), (CROWDED, 400, 400), (CROWDED, 509, 512), (SLICE, 1001, 1024)],
+    [
+        (CROWDED, 130, 130),
+        (CROWDED, 300, 384),
+        (CROWDED, 400, 400),
+        (CROWDED, 509, 512),
+        (CROWDED, 570, 576),
+        (CROWDED, 890, 896),
+        (SLICE, 1001, 1024),
+    ],
     ids=lambda value: value if isinstance(value, int) else value.num_experts,
 )
 def test_crowded_experts_have_the_bits_of_fewer_tokens(
     gpu: Gpu, spec: LayerSpec, tokens: int, shape: int, pair_rounds: int, lora: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles of one half and of two, of one row tile and of two, and the wider ones with adapters."""
+    if lora and tokens == 890:
+        pytest.skip("with adapters wide GEMMs take so many of each expert")
     monkeypatch.setattr(mlp_launches, "PAIR_ROUNDS", pair_rounds)
     layer = gpu.layer(spec, max_tokens=1024)
     layer.install(some_adapters(spec))

@@ -5,6 +5,8 @@ from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from fake_layer import FakeLayer, parameters
 from moelet.graphs.buffers import RoutingInput
@@ -16,7 +18,7 @@ from moelet.graphs.options import GraphOptions
 from moelet.graphs.planning import plan_memory
 from moelet.graphs.pool import Variant, eager_shapes
 from moelet.graphs.program import Plan
-from moelet.graphs.sort_launches import SORT_WARPS
+from moelet.graphs.sort_launches import SORT_WARPS, inverse_of
 from moelet.graphs.wide_launches import wide_parts, wide_shrink_bytes, wide_shrink_threads
 from moelet.layer.spec import LayerSpec
 from ordering import labelled, ordering_edges
@@ -69,10 +71,10 @@ def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fa
     [
         (256, None, None),
         (1024, None, None),
-        (1025, 128, None),
-        (1535, 128, None),
-        (1536, 128, 128),
-        (2048, 160, 160),
+        (1535, None, None),
+        (1536, None, 128),
+        (1792, None, 160),
+        (1793, 160, 160),
         (8192, 256, 256),
     ],
 )
@@ -82,10 +84,10 @@ def test_a_tile_holds_most_experts_tokens(tokens: int, base: int | None, lora: i
     assert geometry.wide_tile(tokens, lora=True) == lora
 
 
-def test_shapes_above_the_decode_limit_double() -> None:
+def test_shapes_above_the_decode_limit_grow_by_half_and_then_double() -> None:
     geometry = Geometry.of(QWEN3_30B, router_fp32=False, max_loras=8, max_lora_rank=8)
-    assert eager_shapes(geometry, 256, 8192) == [512, 1024, 2048, 4096, 8192]
-    assert eager_shapes(geometry, 512, 3000) == [1024, 2048, 3000]
+    assert eager_shapes(geometry, 256, 8192) == [512, 768, 1024, 1536, 2048, 4096, 8192]
+    assert eager_shapes(geometry, 512, 3000) == [768, 1024, 1536, 2048, 3000]
     assert eager_shapes(geometry, WIDE_ABOVE, 300) == [300]
     assert eager_shapes(geometry, 8, 40) == [40]
 
@@ -147,10 +149,20 @@ def test_few_blocks_sort_few_slot_rows_and_no_more_than_they_can_count(tmp_path:
     asserts = [f"kShare == {NARROW_SHARE}", f"kMaxRows == {NARROW_ROWS}", f"kThreads == {32 * SORT_WARPS}"]
     check(tmp_path, constants_of("narrow_sort.cu", "// What is counted"), asserts)
     geometry = Geometry.of(QWEN3_30B, router_fp32=False, max_loras=300, max_lora_rank=8)
-    assert geometry.sorts_narrow(2047, slots=0)
-    assert not geometry.sorts_narrow(2048, slots=0), "more rows than fit into its counts"
+    assert geometry.sorts_narrow(2048, slots=0)
+    assert not geometry.sorts_narrow(2049, slots=0), "more than an expert MLP takes"
+    assert replace(geometry, num_shared=1).sorts_narrow(1820, slots=0)
+    assert not replace(geometry, num_shared=1).sorts_narrow(1821, slots=0), "more rows than fit into its counts"
     assert geometry.sorts_narrow(WIDE_ABOVE, slots=200)
     assert not geometry.sorts_narrow(1, slots=300), "more counters than there is shared memory for"
+
+
+@given(st.integers(2, 1 << 16), st.integers(0, 1 << 16), st.integers(-1, 1))
+def test_that_sort_divides_by_a_product(divisor: int, quotient: int, beside: int) -> None:
+    number = quotient * divisor + beside
+    assume(0 <= number * divisor < 1 << 32)
+    assert number * inverse_of(divisor) >> 32 == number // divisor
+    assert 0 < inverse_of(divisor) < 1 << 32
 
 
 def test_many_tokens_are_run_by_one_chain_of_programmatic_launches(layer: FakeLayer) -> None:
