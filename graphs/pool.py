@@ -19,7 +19,7 @@ from .program import Plan, Program, build_program
 from .streams import Events, Stream, Streams
 
 SMALLEST_EAGER = 512
-"""The first of the shapes that are not captured; each of the next has twice the tokens."""
+"""The first of the shapes that are not captured."""
 EAGER_PLAN = Plan.FUSED
 """The plan of what is not captured: one stream."""
 
@@ -203,8 +203,8 @@ def arena_memory(geometries: Iterable[Geometry], shapes: Sequence[int], eager_to
 
 
 def _growing_shapes() -> Iterator[int]:
-    """Each twice as large as the one before, and where expert MLPs, which the load changes most, take them, one between
-    each two."""
+    """From ``SMALLEST_EAGER`` on, each twice the one before; up to ``MLP_TOKENS``, where kernels differ most with the
+    load, one between each two."""
     for tokens in (SMALLEST_EAGER << i for i in count()):
         yield tokens
         if tokens < MLP_TOKENS:

@@ -15,7 +15,7 @@ from gpu_engines import GPU, Gpu, GpuLayer, exact_sums, gpu, same_bits
 from lora_cases import of_every_kind, of_rank
 from lora_groups import grouped_rows, groups
 from moelet.graphs.arena import Arena
-from moelet.graphs.gemm_config import LORA_ENTRIES, RANK_BLOCK
+from moelet.graphs.gemm_config import LORA_ENTRIES, LORA_TILE, RANK_BLOCK
 from moelet.graphs.geometry import token_tile
 from moelet.graphs.program import Plan
 from moelet.layer.adapter import Adapter
@@ -54,8 +54,10 @@ class Crowd:
     """Whether all tokens are sent to one expert."""
 
 
-NARROW = spec_of(2880, 1408, 10, 2)
-"""A layer whose experts have too few of 300 tokens for wide GEMMs."""
+NARROW = spec_of(2880, 1408, 9, 2)
+"""A layer whose experts have too few of 300 tokens for wide GEMMs, and too many for an expert MLP."""
+LOADED = spec_of(2880, 1408, 10, 2)
+"""One of whose experts such a kernel takes as many as it does of any."""
 MIXED, LONE, PAIR = spec_of(2880, 1408, 5, 2), spec_of(328, 200, 1, 1), spec_of(520, 136, 2, 2)
 CROWDS = {
     "tile 8": Crowd(MIXED, of_every_kind, 104, 8, 8, 8),
@@ -63,6 +65,8 @@ CROWDS = {
     "tile 32": Crowd(MIXED, of_every_kind, 104, 29, 32, 32, one=True),
     "tile 64": Crowd(MIXED, of_every_kind, 104, 61, 64, 64),
     "tile 64 of one expert": Crowd(MIXED, of_every_kind, 104, 64, 64, 64, one=True),
+    "tile 80": Crowd(LOADED, of_every_kind, 104, 290, 300, LORA_TILE),
+    "tiles of 80 of one expert": Crowd(LOADED, of_every_kind, 104, 300, 300, LORA_TILE, one=True),
     "tile 128": Crowd(NARROW, of_every_kind, 104, 290, 300, 128),
     "tiles of one expert": Crowd(NARROW, of_every_kind, 104, 300, 300, 128, one=True),
     "one expert, tile 128": Crowd(LONE, of_every_kind, 104, 128, 128, 128),
