@@ -33,6 +33,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     named_barrier_sync(1, kConsumers);
     consume(memory, [&](Consumer& consumer, int item) {
         const Place place = place_of(gemm, item);
-        consume_item<EPILOGUE>(consumer, gemm, tile_of(gemm, memory, place), place, MAX_N);
+        consume_item<EPILOGUE>(consumer, gemm, 0, tile_of(gemm, memory, place), place, MAX_N);
     });
 }

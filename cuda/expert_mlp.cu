@@ -117,12 +117,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (threadIdx.x == 0) memory.written_items.item = item;
         const bool is_down = mlp.is_down(item);
         const Gemm& gemm = is_down ? mlp.down : mlp.gate_up;
-        const Place place = place_of(gemm, item);
+        const Place place = place_of(gemm, is_down ? item - mlp.gate_up.num_items : item);
         const TokenTile tile = tile_of(gemm, memory, place);
         if (is_down) {
-            consume_item<EPILOGUE_DOWN>(consumer, mlp.down, tile, place, tile.num_rows);
+            consume_item<EPILOGUE_DOWN>(consumer, mlp.down, mlp.gate_up.num_items, tile, place, tile.num_rows);
         } else {
-            consume_item<EPILOGUE_ACTIVATION>(consumer, mlp.gate_up, tile, place, DIRECT ? MAX_N : tile.num_rows);
+            const int num_columns = DIRECT ? MAX_N : tile.num_rows;
+            consume_item<EPILOGUE_ACTIVATION>(consumer, mlp.gate_up, 0, tile, place, num_columns);
             if (threadIdx.x == 0) memory.written_items.tell();
         }
     });

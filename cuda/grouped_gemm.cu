@@ -33,6 +33,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     consume(memory, [&](Consumer& consumer, int item) {
         const Place place = place_of(gemm, item);
         const TokenTile tile = tile_of(gemm, memory, place);
-        consume_item<EPILOGUE>(consumer, gemm, tile, place, tile.num_rows);
+        consume_item<EPILOGUE>(consumer, gemm, 0, tile, place, tile.num_rows);
     });
 }

@@ -56,14 +56,14 @@ __device__ __forceinline__ void consume_pair(Consumer& consumer, const Gemm& gem
     }
 }
 
-// A tile of more than MAX_N tokens by `kRowTiles` row tiles.
+// A tile of more than MAX_N tokens by `kRowTiles` row tiles; `first_item` is the first of the product's.
 template <int kRowTiles, int kEpilogue>
-__device__ __forceinline__ void consume_halves(Consumer& consumer, const Gemm& gemm) {
+__device__ __forceinline__ void consume_halves(Consumer& consumer, const Gemm& gemm, int first_item) {
     constexpr int kSums = 2 * kRowTiles;
     float acc[kSums][MAX_N / 2];
     // What they are of is looked up anew: the sums leave no registers for it.
     const int item = consumer.multiply_halves<kRowTiles, !kIsDown<kEpilogue>>(acc, gemm.k_blocks);
-    const Place place = place_of(gemm, item);
+    const Place place = place_of(gemm, item - first_item);
     const TokenTile tile = tile_of(gemm, consumer.memory, place);
     if constexpr (kIsDown<kEpilogue>) {
 #pragma unroll
@@ -80,10 +80,10 @@ __device__ __forceinline__ void consume_halves(Consumer& consumer, const Gemm& g
     }
 }
 template <int kEpilogue>
-__device__ __forceinline__ void consume_halves(Consumer& consumer, const Gemm& gemm, int row_tiles) {
+__device__ __forceinline__ void consume_halves(Consumer& consumer, const Gemm& gemm, int first_item, int row_tiles) {
     if constexpr (!kIsDown<kEpilogue>)
-        if (row_tiles == 2) return consume_halves<2, kEpilogue>(consumer, gemm);
-    consume_halves<1, kEpilogue>(consumer, gemm);
+        if (row_tiles == 2) return consume_halves<2, kEpilogue>(consumer, gemm, first_item);
+    consume_halves<1, kEpilogue>(consumer, gemm, first_item);
 }
 
 template <int N, int kEpilogue>
@@ -122,11 +122,11 @@ __device__ __forceinline__ void consume(const Memory& memory, ConsumeItem consum
     }
 }
 
-// One item of one product; `num_columns` tokens take part in it.
+// One item of one product, whose items begin with `first_item`; `num_columns` tokens take part in it.
 template <int kEpilogue>
-__device__ __forceinline__ void consume_item(Consumer& consumer, const Gemm& gemm, const TokenTile& tile,
-                                             const Place& place, int num_columns) {
+__device__ __forceinline__ void consume_item(Consumer& consumer, const Gemm& gemm, int first_item,
+                                             const TokenTile& tile, const Place& place, int num_columns) {
     if constexpr (HALVES == 2)
-        if (num_columns > MAX_N) return consume_halves<kEpilogue>(consumer, gemm, place.row_tiles);
+        if (num_columns > MAX_N) return consume_halves<kEpilogue>(consumer, gemm, first_item, place.row_tiles);
     with_tile_width(num_columns, [&]<int N>(Width<N>) { consume_tiles<N, kEpilogue>(consumer, gemm, tile, place); });
 }

@@ -43,7 +43,6 @@ struct Gemm {
     int out_stride;
     const int* place_tokens = nullptr;  // [rows] the token of each permuted row, where the ring gathers
     int item_tiles = 1;                 // row tiles that an item has at the most; more than one only there
-    int first_item = 0;                 // number of its first item, where two products share a ticket
 
     __device__ __forceinline__ const int* all_pending() const { return tokens_pending; }
     // What must be zero before an expert's tokens may be read; null where they are older than the kernel.

@@ -138,9 +138,8 @@ __device__ __forceinline__ bool is_gathered(const Gemm& gemm, int item) {
 }
 __device__ __forceinline__ Place place_of(const Gemm& gemm, int item) {
     const int items = items_of_tile(gemm);
-    const int index = item - gemm.first_item;
-    const int first = index % items * (kGathers ? gemm.item_tiles : 1);
-    return Place{index / items, first, kGathers ? min(gemm.item_tiles, gemm.row_tiles - first) : 1};
+    const int first = item % items * (kGathers ? gemm.item_tiles : 1);
+    return Place{item / items, first, kGathers ? min(gemm.item_tiles, gemm.row_tiles - first) : 1};
 }
 __device__ __forceinline__ TokenTile tile_of(const Gemm& gemm, const Memory& memory, const Place& place) {
     return DIRECT ? memory.direct[place.tile] : gemm.tiles[place.tile];

@@ -86,25 +86,25 @@ struct Gatherer {
     Cursor<STAGES> cursor;
     Cursor<2> heard;
 
-    template <int kHalf>
+    template <bool kHalved, int kHalf>
     __device__ __forceinline__ void copy_stage(const Source& source, const GatheredRows& rows, int index) {
         barrier_wait(&memory.ring.barriers.empty[cursor.stage], cursor.parity ^ 1);
         rows.copy<kHalf>(memory.stages + cursor.stage * kStageBytes + kWeightBytes,
-                         source.tokens + source.block(index) * kBlockBytes, warp);
+                         source.tokens + source.template block<kHalved>(index) * kBlockBytes, warp);
         async_copies_arrive(&memory.ring.barriers.full[cursor.stage]);
     }
     __device__ __forceinline__ void copy(const Source& source, const GatheredRows& rows, int first, int last) {
         if (source.halved()) {
             for (int index = first; index < last; index += 2) {
-                copy_stage<0>(source, rows, index);
+                copy_stage<true, 0>(source, rows, index);
                 cursor.advance();
-                copy_stage<HALVES - 1>(source, rows, index);
+                copy_stage<true, HALVES - 1>(source, rows, index);
                 cursor.advance();
             }
             return;
         }
         for (int index = first; index < last; ++index) {
-            if (source.has_tokens(index)) copy_stage<0>(source, rows, index);
+            if (source.template has_tokens<false>(index)) copy_stage<false, 0>(source, rows, index);
             cursor.advance();
         }
     }

@@ -20,30 +20,38 @@ struct Source {
     bool two_halves;
 
     __device__ __forceinline__ bool halved() const { return HALVES == 2 && two_halves; }
-    // The K-block that stage number `index` holds, and of which row tile.
+    // The K-block that stage number `index` holds, and of which row tile. `kHalved` as `two_halves`.
+    template <bool kHalved>
     __device__ __forceinline__ int block(int index) const {
         if (!kGathers) return index;
-        return two_stages ? index / 2 : index - row_tile(index) * k_blocks;
+        return kHalved || two_stages ? index / 2 : index - row_tile<false>(index) * k_blocks;
     }
+    template <bool kHalved>
     __device__ __forceinline__ int row_tile(int index) const {
         if (!kGathers) return 0;
-        return two_stages ? index % 2 && has_weights(index) : index >= k_blocks;
+        if (kHalved) return index % 2 & two_row_tiles;
+        return two_stages ? index % 2 : index >= k_blocks;
     }
+    template <bool kHalved>
     __device__ __forceinline__ bool has_weights(int index) const {
-        return !halved() || index % 2 == 0 || two_row_tiles;
+        return !kHalved || index % 2 == 0 || two_row_tiles;
     }
+    template <bool kHalved>
     __device__ __forceinline__ bool has_tokens(int index) const {
-        return !kGathers || halved() || !two_stages || index % 2 == 0;
+        return !kGathers || kHalved || !two_stages || index % 2 == 0;
     }
+    template <bool kHalved>
     __device__ __forceinline__ int64_t weight_offset(int index) const {
-        return int64_t(block(index)) * weight_stride + row_tile(index) * kWeightBytes;
+        return int64_t(block<kHalved>(index)) * weight_stride + row_tile<kHalved>(index) * kWeightBytes;
     }
+    template <bool kHalved>
     __device__ __forceinline__ int64_t token_offset(int index) const {
-        return int64_t(block(index)) * token_stride + (halved() ? index % 2 * kHalfBytes : 0);
+        return int64_t(block<kHalved>(index)) * token_stride + (kHalved ? index % 2 * kHalfBytes : 0);
     }
     // Of those that are copied, not gathered.
+    template <bool kHalved>
     __device__ __forceinline__ uint32_t token_bytes_of(int index) const {
-        if (!halved()) return token_bytes;
+        if (!kHalved) return token_bytes;
         return index % 2 ? max(token_bytes, kHalfBytes) - kHalfBytes : min(token_bytes, kHalfBytes);
     }
 };
@@ -85,36 +93,58 @@ struct Producer {
     const uint64_t policy = evict_first_policy();
 
     // Of stage number `index` of an item.
+    template <bool kHalved>
     __device__ __forceinline__ void load_weights(const Source& source, int item, int index, int stage) {
         uint64_t* full = &memory.ring.barriers.full[stage];
-        const uint32_t weight_bytes = source.has_weights(index) ? kWeightBytes : 0;
+        const uint32_t weight_bytes = source.template has_weights<kHalved>(index) ? kWeightBytes : 0;
         memory.ring.item[stage] = item;
-        barrier_expect(full, weight_bytes + source.token_bytes_of(index));
+        barrier_expect(full, weight_bytes + source.template token_bytes_of<kHalved>(index));
         if (weight_bytes > 0)
-            bulk_load(memory.stages + stage * kStageBytes, source.weights + source.weight_offset(index), kWeightBytes,
-                      full, policy);
+            bulk_load(memory.stages + stage * kStageBytes,
+                      source.weights + source.template weight_offset<kHalved>(index), kWeightBytes, full, policy);
+    }
+    __device__ __forceinline__ void load_weights(const Source& source, int item, int index, int stage) {
+        if (source.halved())
+            load_weights<true>(source, item, index, stage);
+        else
+            load_weights<false>(source, item, index, stage);
     }
     // The tokens beside them, unless those are gathered; what a stage lacks of the arrivals of those that gather.
+    template <bool kHalved>
     __device__ __forceinline__ void load_tokens(const Source& source, int index, int stage) {
         uint64_t* full = &memory.ring.barriers.full[stage];
         if (source.token_bytes == 0) {
-            if (!source.has_tokens(index)) barrier_arrive(full, kGatherThreads);
+            if (!source.template has_tokens<kHalved>(index)) barrier_arrive(full, kGatherThreads);
             return;
         }
-        bulk_load(memory.stages + stage * kStageBytes + kWeightBytes, source.tokens + source.token_offset(index),
-                  source.token_bytes_of(index), full, policy);
+        bulk_load(memory.stages + stage * kStageBytes + kWeightBytes,
+                  source.tokens + source.template token_offset<kHalved>(index),
+                  source.template token_bytes_of<kHalved>(index), full, policy);
         if (kGathers) barrier_arrive(full, kGatherThreads);
+    }
+    __device__ __forceinline__ void load_tokens(const Source& source, int index, int stage) {
+        if (source.halved())
+            load_tokens<true>(source, index, stage);
+        else
+            load_tokens<false>(source, index, stage);
     }
     __device__ __forceinline__ void await_empty() {
         barrier_wait(&memory.ring.barriers.empty[cursor.stage], cursor.parity ^ 1);
     }
+    template <bool kHalved>
     __device__ __forceinline__ void load(const Source& source, int item, int first, int last) {
         for (int index = first; index < last; ++index) {
             await_empty();
-            load_weights(source, item, index, cursor.stage);
-            load_tokens(source, index, cursor.stage);
+            load_weights<kHalved>(source, item, index, cursor.stage);
+            load_tokens<kHalved>(source, index, cursor.stage);
             cursor.advance();
         }
+    }
+    __device__ __forceinline__ void load(const Source& source, int item, int first, int last) {
+        if (source.halved())
+            load<true>(source, item, first, last);
+        else
+            load<false>(source, item, first, last);
     }
     // Waits for the kernels before, unless only the adapters' warp must. With both products, and with DIRECT, the next
     // one starts only now: it may then read early what those made that were waited for.

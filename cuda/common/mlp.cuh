@@ -21,23 +21,23 @@ struct Mlp {
         const int least = crowded ? pair_items / kCrowdedDivisor : pair_items;
         gate_up.item_tiles = kGathers && num_tiles * ceil_div(gate_up.row_tiles, 2) >= least ? 2 : 1;
         gate_up.num_items = num_tiles * items_of_tile(gate_up);
-        down.first_item = gate_up.num_items;
-        num_items = down.first_item + num_tiles * down.row_tiles;
+        num_items = gate_up.num_items + num_tiles * down.row_tiles;
     }
     // The count of all activations, behind those by expert.
     __device__ __forceinline__ const int* all_pending() const { return down.tokens_pending + 3 * down.num_experts; }
-    __device__ __forceinline__ bool is_down(int item) const { return item >= down.first_item; }
+    __device__ __forceinline__ bool is_down(int item) const { return item >= gate_up.num_items; }
 };
 
 __device__ __forceinline__ Source source_of(const Mlp& mlp, const Memory& memory, int item) {
-    return mlp.is_down(item) ? source_of(mlp.down, memory, item) : source_of(mlp.gate_up, memory, item);
+    if (mlp.is_down(item)) return source_of(mlp.down, memory, item - mlp.gate_up.num_items);
+    return source_of(mlp.gate_up, memory, item);
 }
 
 __device__ __forceinline__ bool is_gathered(const Mlp& mlp, int item) { return is_gathered(mlp.gate_up, item); }
 
 __device__ __forceinline__ void load_item(LoraProducer<Mlp>& producer, const Mlp& mlp, int item) {
     if (mlp.is_down(item))
-        producer.load_tiles<true>(mlp.down, item);
+        producer.load_tiles<true>(mlp.down, item - mlp.gate_up.num_items);
     else
         producer.load_tiles<false>(mlp.gate_up, item);
 }
