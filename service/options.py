@@ -23,7 +23,7 @@ Uds = Annotated[
     Path | None,
     typer.Option(parser=path_of, metavar="PATH", help="Unix socket to listen on, instead of host and port."),
 ]
-Device = Annotated[str | None, typer.Option(metavar="DEVICE", help="auto, cpu, cuda or cuda:N (auto).")]
+Device = Annotated[str | None, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N (auto).")]
 Layers = Annotated[str | None, typer.Option(metavar="NUMBERS", help="MoE layers to serve, such as 0-3,7 (all).")]
 ServedModelName = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the model (the folder's).")]
 Adapter = Annotated[list[str] | None, typer.Option(metavar="NAME=PATH", help="Adapter to load; repeatable.")]
@@ -40,7 +40,11 @@ DecodeShapes = Annotated[
 ]
 Plan = Annotated[
     str | None,
-    typer.Option(metavar="PLAN", help="GPU: auto, fused, single_stream, two_stream or two_stream_overlap_down (auto)."),
+    typer.Option(
+        "--plan",
+        metavar="PLAN",
+        help="GPU: auto, fused, single_stream, two_stream or two_stream_overlap_down (auto).",
+    ),
 ]
 MaxBatchTokens = Annotated[
     str | None, typer.Option(metavar="INTEGER", help="Tokens computed together (GPU: the decode limit; CPU: 256).")

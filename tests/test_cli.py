@@ -9,13 +9,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+from typer.models import OptionInfo
 
 import moelet
 from moelet.layer.demo import DemoPaths, write_demo
 from moelet.layer.errors import ConfigurationError
-from moelet.service.cli import main
+from moelet.service.cli import app, main
 from moelet.service.listener import bound
 from moelet.service.settings import Settings
 from moelet.service.startup import sources
@@ -49,6 +51,20 @@ def test_help_names_every_command(asked: str, capsys: pytest.CaptureFixture[str]
     assert main([asked]) == 0
     told = capsys.readouterr().out
     assert all(command in told for command in ("serve", "demo", "inspect"))
+
+
+def test_options_are_named_where_their_metavar_is_their_name() -> None:
+    """Typer 0.27 takes a metavar for the name that differs from it in case alone: ``--DEVICE``."""
+    told = {
+        name: annotation.__metadata__[0]
+        for command in app.registered_commands
+        for name, annotation in get_type_hints(command.callback, include_extras=True).items()
+        if hasattr(annotation, "__metadata__")
+    }
+    options = {name: each for name, each in told.items() if isinstance(each, OptionInfo)}
+    assert {"device", "plan", "port", "base"} <= set(options)
+    alike = {name: each for name, each in options.items() if str(each.metavar).lower() == name}
+    assert {name: each.default for name, each in alike.items()} == {name: f"--{name}" for name in alike}, "as declared"
 
 
 def test_no_command_shows_the_help_and_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +110,7 @@ def test_paths_need_not_be_utf8(demo: DemoPaths, tmp_path: Path) -> None:
 
 def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from moelet.service.cli import main; assert main(['serve', '--help']) == 0; "
+        "import sys; from moelet.service.cli import app, main; assert main(['serve', '--help']) == 0; "
         "heavy = {'torch', 'numpy', 'fastapi', 'pydantic_settings', 'uvicorn'}; "
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
