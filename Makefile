@@ -73,7 +73,7 @@ wheel: $(TOOLS) ## Build the wheel into dist/
 	rm -rf build
 
 clean: ## Remove what the other targets made, the virtual environment included
-	rm -rf $(VENV) $(OLDEST) build dist src/moelet.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist moelet-demo src/moelet.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One resolution with torch in it, so that nothing brings another torch in later.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from moelet.graphs.driver import USE_CPU
 from moelet.graphs.program import Plan
 from moelet.layer.errors import ConfigurationError, MoeletError
 from moelet.layer.spec import LayerSpec
@@ -28,7 +29,8 @@ def run(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> in
     try:
         return command(arguments)
     except MoeletError as error:
-        print(f"moelet bench: {' '.join(str(error).split())}", file=sys.stderr)
+        sentence = str(error).removesuffix(f"; {USE_CPU}")  # to serve is not what was asked for
+        print(f"moelet bench: {' '.join(sentence.split())}", file=sys.stderr)
         return 2
 
 

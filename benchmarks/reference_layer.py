@@ -23,6 +23,8 @@ from moelet.layer.reference import ReferenceEngine
 from moelet.layer.spec import LayerSpec, ModelSpec
 from moelet.layer.weights import LayerWeights
 
+from .report import unused
+
 ROOT = Path(__file__).resolve().parents[1]
 LARGEST_ERROR_RATIO = 1.1
 SHAPES = {
@@ -178,7 +180,7 @@ def main() -> None:
     held = weights.nbytes + sum(adapter.nbytes for adapter in adapters)
     report = circumstances(load) | {"weights_mib": round(held / 2**20), "process_peak_mib": round(peak), "rows": rows}
     chosen.results.mkdir(parents=True, exist_ok=True)
-    path = chosen.results / f"{report['date'][:10]}_reference_layer_{chosen.shape}.json"
+    path = unused(chosen.results / f"{report['date'][:10]}_reference_layer_{chosen.shape}.json")
     path.write_text(json.dumps(report, indent=2) + "\n")
     print(f"written to {path}")
 

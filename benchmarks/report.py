@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ SMI_FIELDS = {
     "power.limit": "power_limit",
     "power.draw": "power_draw",
 }
-PLACES = ("--json", "--folder", "--ncu")
-"""Options that say where something lies."""
+APART = ("--json", "--folder", "--ncu", "--commit")
+"""Options that say where something lies, or which commit it is of."""
 Row = dict[str, Any]
 
 
@@ -37,7 +38,7 @@ def circumstances(kind: str, arguments: Sequence[str], rig: Rig, commit: str | N
     """What a reader needs to repeat the run; the clocks are read right after the bandwidth was measured."""
     return {
         "kind": kind,
-        "command": shlex.join(["moelet", "bench", kind, *_measuring(arguments)]),
+        "command": shlex.join(["moelet", "bench", kind, *measuring(arguments)]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit or git_commit(),
         "gpu": rig.device.name,
@@ -54,7 +55,7 @@ def host_circumstances(kind: str, arguments: Sequence[str], commit: str | None) 
     """The same of a run that needs no GPU; ``load_average`` is the machine's over the minute before."""
     return {
         "kind": kind,
-        "command": shlex.join(["moelet", "bench", kind, *_measuring(arguments)]),
+        "command": shlex.join(["moelet", "bench", kind, *measuring(arguments)]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit or git_commit(),
         "cpu": cpu_model(),
@@ -73,14 +74,14 @@ def cpu_model() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _measuring(arguments: Sequence[str]) -> list[str]:
-    """The arguments less those of ``PLACES``: where a result is kept is no part of how it was measured."""
+def measuring(arguments: Sequence[str]) -> list[str]:
+    """The arguments less those of ``APART``, which are no part of how a result was measured."""
     kept = list(arguments)
-    for name in PLACES:
+    for name in APART:
         if name in kept:
             place = kept.index(name)
             del kept[place : place + 2]
-    return [argument for argument in kept if argument.split("=")[0] not in PLACES]
+    return [argument for argument in kept if argument.split("=")[0] not in APART]
 
 
 def git_commit() -> str:
@@ -143,8 +144,15 @@ class Results:
 
 
 def result_path(report: Mapping[str, Any], shape: str) -> Path:
-    """Where the results of one shape go by default: ``<date>-<kind>-<shape>.json``."""
-    return RESULTS / f"{report['date'][:10]}-{report['kind']}-{shape}.json"
+    """Where the results of one shape go by default: ``<date>-<kind>-<shape>.json``, or ``-2.json`` and so on behind
+    those that are there already."""
+    return unused(RESULTS / f"{report['date'][:10]}-{report['kind']}-{shape}.json")
+
+
+def unused(path: Path) -> Path:
+    """``path``, or the first with a number behind its name that nothing has yet: no result is written over."""
+    numbered = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
+    return next(each for each in chain([path], numbered) if not each.exists())
 
 
 def write(path: Path, report: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ so. ``--check`` changes nothing and exits 1 where a table is not what the result
 
 import argparse
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from moelet.layer.errors import ConfigurationError
 from . import options, plan_table
 from .counters import over_floor, summed
 from .newest import Newest, best_published, newest, published_date
-from .report import RESULTS, ROOT, Row
+from .report import RESULTS, ROOT, Row, measuring
 
 FILES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 REGION = re.compile(r"(<!-- bench:start (\S+) -->\n).*?(<!-- bench:end -->)", re.S)
@@ -54,13 +55,14 @@ def content(name: str, folder: Path = RESULTS) -> str:
 def provenance(found: Newest) -> str:
     """The sentence under a table: when, where, what, by which command."""
     report = found.report
+    command = shlex.join(measuring(shlex.split(report["command"])))
     if "cpu" in report:
         where = f"{report['cpu']}, {report['cores']} cores, load {report['load_average']}"
-        return f"{report['date'][:10]}, {where}, commit {report['commit'][:12]}: `{report['command']}`"
+        return f"{report['date'][:10]}, {where}, commit {report['commit'][:12]}: `{command}`"
     clock = f" at {report['sm_clock']}" if "sm_clock" in report else ""
     return (
         f"{report['date'][:10]}, {report['gpu']}{clock}, driver {report.get('driver', 'unknown')}, read bandwidth "
-        f"{report['read_bandwidth_tb_s']:.2f} TB/s, commit {report['commit'][:12]}: `{report['command']}`"
+        f"{report['read_bandwidth_tb_s']:.2f} TB/s, commit {report['commit'][:12]}: `{command}`"
     )
 
 

@@ -60,6 +60,12 @@ def test_results_are_written_row_by_row(tmp_path: Path, monkeypatch: pytest.Monk
         assert [r["tokens"] for r in written["rows"]] == [1, 2]
         assert [r["peer"] for r in written["peers"]] == ["other"]
     assert [(r["shape"], r["tokens"]) for r in each.wrong] == [("one", 2), ("two", 2)]
+    for number in (2, 3):  # the same again, the same day: what is there stays
+        again = report.Results(head, None)
+        again.start("two")
+        again.add(row(number))
+        assert json.loads((tmp_path / f"2030-01-02-layer-two-{number}.json").read_text())["rows"] == [row(number)]
+    assert json.loads((tmp_path / "2030-01-02-layer-two.json").read_text()) == written
     both = report.Results(head, tmp_path / "deep" / "both.json")
     for shape in ("one", "two"):
         both.start(shape)
@@ -69,9 +75,16 @@ def test_results_are_written_row_by_row(tmp_path: Path, monkeypatch: pytest.Monk
         both.add(row(error=math.nan))
     assert sorted(path.name for path in tmp_path.rglob("*.json")) == [
         "2030-01-02-layer-one.json",
+        "2030-01-02-layer-two-2.json",
+        "2030-01-02-layer-two-3.json",
         "2030-01-02-layer-two.json",
         "both.json",
     ]
+
+
+def test_a_command_is_told_without_what_only_its_place_and_commit_were() -> None:
+    given = ["--tokens", "1,4", "--commit", "abc", "--json=x", "--folder", "y", "--no-check"]
+    assert report.measuring(given) == ["--tokens", "1,4", "--no-check"]
 
 
 def test_a_table_on_the_terminal_is_short_and_straight() -> None:

@@ -244,4 +244,6 @@ def test_host_rows(fake: BenchDriver, tmp_path: Path) -> None:
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(driver, "cuInit", lambda _: (driver.CUresult.CUDA_ERROR_NO_DEVICE,), raising=False)
     assert main(["layer", *NUMBERS]) == 2
-    assert "no GPU can be used" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "no GPU can be used" in told
+    assert "--device" not in told, "no option of a benchmark"

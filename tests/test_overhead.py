@@ -10,8 +10,8 @@ from benchmarks.tables import rewritten
 
 def test_a_short_run_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "2026-01-01-overhead.json"
-    arguments = ["--tokens", "1", "--rounds", "3", "--calls", "3", "--clients", "2", "--commit", "abc"]
-    assert overhead.main([*arguments, "--seconds", "0.05", "--json", str(path)]) == 0
+    arguments = ["--tokens", "1", "--rounds", "3", "--calls", "3", "--clients", "2"]
+    assert overhead.main([*arguments, "--seconds", "0.05", "--commit", "abc", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     assert (report["kind"], report["commit"]) == ("overhead", "abc")
     assert report["command"] == f"moelet bench overhead {' '.join(arguments)} --seconds 0.05"
