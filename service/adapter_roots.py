@@ -66,11 +66,20 @@ class AdapterRoots:
         found = next(((path, root) for path, root in inside if _is_folder(path)), None)
         if found is None:
             raise AdapterNotFoundError(f"no adapter found at {sent}: there is no such folder")
+        _check_resolved(*found)
         _check_links(*found, sent)
         return found
 
     def _holder(self, path: Path) -> Path | None:
         return next((root for root in self.roots if path.is_relative_to(root)), None)
+
+
+def _check_resolved(folder: Path, root: Path) -> None:
+    """Raise ``OSError`` where what is there by now leads through a link below the root: ``realpath`` of Python 3.13
+    leaves a link that it cannot read as it is."""
+    way = [folder, *folder.parents]
+    if any(place.is_symlink() for place in way[: way.index(root)]):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
 def _check_links(folder: Path, root: Path, sent: str) -> None:

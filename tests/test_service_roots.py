@@ -15,6 +15,7 @@ from moelet.layer.errors import (
     ConfigurationError,
     RequestError,
 )
+from moelet.service import adapter_roots
 from moelet.service.adapter_roots import LONGEST_PATH, AdapterRoots
 
 
@@ -48,6 +49,20 @@ def test_a_link_that_changes_while_it_is_followed_is_refused(root: Path, monkeyp
     monkeypatch.setattr(os, "readlink", changed)
     with pytest.raises(AdapterRefusedError, match="inner: expected a folder that can be read, found Invalid argument"):
         roots.resolve("inner", "path")
+
+
+def test_a_link_that_comes_once_its_path_was_followed_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late, is_folder = root / "late", adapter_roots._is_folder
+
+    def comes(path: Path) -> bool:
+        late.symlink_to(root.parent / "root-but-not")
+        return is_folder(path)
+
+    roots = AdapterRoots([root])
+    monkeypatch.setattr(adapter_roots, "_is_folder", comes)
+    with pytest.raises(AdapterRefusedError, match="late/a: expected a folder that can be read, found Invalid argument"):
+        roots.resolve("late/a", "path")
+    late.unlink()
 
 
 @pytest.mark.parametrize(
