@@ -1,7 +1,10 @@
 """NVRTC, the compiler in a library: programs to cubins, whatever signals and caches of its own it would bring along."""
 
+import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
+from importlib.metadata import PackageNotFoundError, files
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -15,6 +18,8 @@ nvrtc = bindings("nvrtc")
 NO_CACHE = "--no-cache"
 """A result from NVRTC's own cache has no report of ptxas. CUDA 13.0 before its first update had neither the cache nor
 the option, and PyTorch 2.9 for CUDA 13 asks for just that version."""
+LIBRARIES = ("libnvrtc-builtins.so.", "libnvrtc.so.")
+"""Of the package nvidia-cuda-nvrtc, the second of which looks for the first beside whichever NVRTC was loaded first."""
 _BEGINNING = Lock()
 
 
@@ -36,11 +41,24 @@ class Compiled(NamedTuple):
 
 def nvrtc_version() -> tuple[int, int]:
     """The version of the NVRTC library in use. Raises ``DeviceUnavailableError`` where there is none."""
+    _load_own()
     try:
         _, major, minor = nvrtc.nvrtcVersion()
     except RuntimeError:  # the bindings raise their own kind of it where the library cannot be loaded
         raise DeviceUnavailableError(f"the Python package nvidia-cuda-nvrtc is not installed; {USE_CPU}") from None
     return int(major), int(minor)
+
+
+@cache
+def _load_own() -> None:
+    """Load the NVRTC that this package asks for, if it is installed as such: else the bindings take what is loaded
+    already, and a PyTorch for CUDA 12 has loaded its own by now, which compiles other code."""
+    with suppress(PackageNotFoundError, OSError):
+        shared = files("nvidia-cuda-nvrtc") or []
+        for library in LIBRARIES:
+            for file in shared:
+                if file.name.startswith(library):
+                    ctypes.CDLL(str(file.locate()))
 
 
 def begin_compiling() -> None:

@@ -1,5 +1,8 @@
 """NVRTC is begun with once, by one thread, and told only of options that it knows."""
 
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +40,31 @@ def test_two_threads_that_compile_first_do_not_take_what_the_other_sets(monkeypa
         for begun in [threads.submit(library.begin_compiling) for _ in range(2)]:
             begun.result()
     assert under_way == [0]
+
+
+OLDER = """
+int nvrtcVersion(int* major, int* minor) { *major = 12; *minor = 8; return 0; }
+"""
+COMPILED = """
+import ctypes, sys
+ctypes.CDLL(sys.argv[1])
+from moelet.graphs.compiler import compile_kernel
+from moelet.graphs.cubins import CubinStore
+from moelet.graphs.nvrtc import nvrtc_version
+compile_kernel("gather.cu", {}, "sm_90a", store=CubinStore(None))
+print(nvrtc_version()[0])
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_ours_compiles_where_another_is_loaded_already(tmp_path: Path) -> None:
+    """As that of CUDA 12 is where a PyTorch for it was imported before."""
+    (tmp_path / "older.c").write_text(OLDER)
+    older = tmp_path / "libnvrtc.so.12"
+    command = ["cc", "-shared", "-fPIC", f"-Wl,-soname,{older.name}", "-o", str(older), str(tmp_path / "older.c")]
+    subprocess.run(command, check=True)
+    ran = subprocess.run([sys.executable, "-c", COMPILED, str(older)], capture_output=True, text=True, timeout=100)
+    assert (ran.stdout, ran.returncode) == ("13\n", 0), ran.stderr
 
 
 @pytest.mark.usefixtures("first_of_the_process")
