@@ -55,10 +55,8 @@ def _load_own() -> None:
     already, and a PyTorch for CUDA 12 has loaded its own by now, which compiles other code."""
     with suppress(PackageNotFoundError, OSError):
         shared = files("nvidia-cuda-nvrtc") or []
-        for library in LIBRARIES:
-            for file in shared:
-                if file.name.startswith(library):
-                    ctypes.CDLL(str(file.locate()))
+        for file in (file for library in LIBRARIES for file in shared if file.name.startswith(library)):
+            ctypes.CDLL(str(file.locate()))
 
 
 def begin_compiling() -> None:

@@ -110,7 +110,7 @@ def test_paths_need_not_be_utf8(demo: DemoPaths, tmp_path: Path) -> None:
 
 def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from moelet.service.cli import app, main; assert main(['serve', '--help']) == 0; "
+        "import sys; from moelet.service.cli import main; assert main(['serve', '--help']) == 0; "
         "heavy = {'torch', 'numpy', 'fastapi', 'pydantic_settings', 'uvicorn'}; "
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )

@@ -57,7 +57,7 @@ class Crowd:
 NARROW = spec_of(2880, 1408, 9, 2)
 """A layer whose experts have too few of 300 tokens for wide GEMMs, and too many for an expert MLP."""
 LOADED = spec_of(2880, 1408, 10, 2)
-"""One of whose experts such a kernel takes as many as it does of any."""
+"""One whose experts have few enough of them for that, but too many for its tiles of 64."""
 MIXED, LONE, PAIR = spec_of(2880, 1408, 5, 2), spec_of(328, 200, 1, 1), spec_of(520, 136, 2, 2)
 CROWDS = {
     "tile 8": Crowd(MIXED, of_every_kind, 104, 8, 8, 8),

@@ -1,4 +1,4 @@
-"""NVRTC is begun with once, by one thread, and told only of options that it knows."""
+"""NVRTC is our own, begun with once, by one thread, and told only of options that it knows."""
 
 import shutil
 import subprocess
