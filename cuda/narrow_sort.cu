@@ -1,9 +1,9 @@
 // The sort of up to 2048 tokens, of up to 256 in few blocks, so that what starts beside it finds most multiprocessors
-// free: as sort.cu, to which a row's place is the same.
+// free: as sort.cu, to which a row's place is the same. `balanced`: an expert's token tiles are about equal.
 //
-// One trip to memory for each 2048 rows: a thread holds the routing of four in registers. Every block counts all rows
-// in shared memory and places a share of them, a thread each; a row's rank is how many rows of its key are in earlier
-// shares, in the chunks of 32 before its own, and before it in its own warp.
+// A thread holds the routing of four rows in registers, and that of the next four is on its way. Every block counts all
+// rows in shared memory and places a share of them, a thread each; a row's rank is how many rows of its key are in
+// earlier shares, in the chunks of 32 before its own, and before it in its own warp.
 #include "common/barrier.cuh"
 #include "common/expected.cuh"
 #include "common/layer_args.cuh"
@@ -50,47 +50,59 @@ struct Divisor {
     }
 };
 
-// Counts all rows; returns the key of `own_row`, if it is this thread's.
-__device__ __forceinline__ uint16_t count_rows(const Rows& rows, const Routing& routing, const LayerArgs* layer,
-                                               const Divisor& per_token, const Earlier& earlier, int own_row) {
-    uint16_t own_key = kNoKey;
-    const int num_rows = layer->num_tokens * routing.choices;
-#pragma unroll 1
-    for (int start = 0; start < rows.max_rows; start += kBatch * kThreads) {
-        Choice choices[kBatch];
-        Routed routed[kBatch];
+// The routing of kBatch rows of a thread, from `start` on.
+struct Batch {
+    Choice choices[kBatch];
+    Routed routed[kBatch];
+
+    __device__ __forceinline__ void load(const Routing& routing, const Divisor& per_token, int start, int max_rows) {
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-            if (start + i * kThreads >= rows.max_rows) break;
-            const int row = min(start + i * kThreads + int(threadIdx.x), rows.max_rows - 1);
+            if (start + i * kThreads >= max_rows) break;
+            const int row = min(start + i * kThreads + int(threadIdx.x), max_rows - 1);
             const int token = per_token.divide(row);
             const int number = row - token * routing.choices;
             choices[i] = Choice{token, number, token * routing.top_k + number};
             routed[i] = routing.load(choices[i]);
         }
-        if (start == 0) {  // the loads are under way meanwhile
+    }
+};
+
+// Counts all rows; returns the key of `own_row`, if it is this thread's.
+__device__ __forceinline__ uint16_t count_rows(const Rows& rows, const Routing& routing, const LayerArgs* layer,
+                                               const Divisor& per_token, const Earlier& earlier, int own_row) {
+    uint16_t own_key = kNoKey;
+    const int num_rows = layer->num_tokens * routing.choices;
+    Batch batch;
+    batch.load(routing, per_token, 0, rows.max_rows);
+    // The loads are under way meanwhile, and so are those of the next batch while one is counted.
 #pragma unroll 1
-            for (int i = threadIdx.x; i < 2 * rows.num_experts * rows.buckets; i += kThreads) rows.prefix[i] = 0;
-            __syncthreads();
-        }
+    for (int i = threadIdx.x; i < 2 * rows.num_experts * rows.buckets; i += kThreads) rows.prefix[i] = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int start = 0; start < rows.max_rows; start += kBatch * kThreads) {
+        Batch next;
+        next.load(routing, per_token, start + kBatch * kThreads, rows.max_rows);
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             if (start + i * kThreads >= rows.max_rows) break;
             const int row = start + i * kThreads + threadIdx.x;
-            const uint16_t key = routing.key_of(choices[i], routed[i]);
+            const uint16_t key = routing.key_of(batch.choices[i], batch.routed[i]);
             if (row >= num_rows || key == kNoKey) continue;
             atomicAdd(&rows.prefix[key], 1);
             earlier.note(key, row);
             if (row == own_row) own_key = key;
         }
+        batch = next;
     }
     return own_key;
 }
 
 // How an expert's rows are cut into token tiles.
 struct Tiling {
-    Divisor rows;  // of a tile
-    int* first;    // [num_experts] the number of an expert's first tile
+    Divisor rows;   // of a tile
+    bool balanced;  // whether an expert's tiles have about equally many instead, and no more
+    int* first;     // [num_experts] the number of an expert's first tile
 
     __device__ __forceinline__ int tiles_of(int count) const { return rows.divide(count + rows.divisor - 1); }
 };
@@ -138,16 +150,16 @@ __device__ __forceinline__ int begin_experts(const Rows& rows, const Tiling& til
 // By threads from number `thread` of all on, an expert each.
 __device__ __forceinline__ void list_tiles(const Rows& rows, const Tiling& tiling, int thread, TokenTile* tiles,
                                            const Pending& to_come) {
-    const int tile_rows = tiling.rows.divisor;
 #pragma unroll 1
     for (int expert = thread; expert < rows.num_experts; expert += kThreads) {
         const int count = rows.counts[expert];
+        const int num_tiles = tiling.tiles_of(count);
+        const int step = tiling.balanced && num_tiles > 1 ? rows_each(count, num_tiles) : tiling.rows.divisor;
         int index = tiling.first[expert];
 #pragma unroll 1
-        for (int row = 0; row < count; row += tile_rows)
-            tiles[index++] =
-                TokenTile{expert, rows.starts[expert] + row, min(tile_rows, count - row), rows.groups[expert]};
-        to_come.write(rows, expert, tiling.tiles_of(count), rows.groups[expert] >> 16);
+        for (int row = 0; row < count; row += step)
+            tiles[index++] = TokenTile{expert, rows.starts[expert] + row, min(step, count - row), rows.groups[expert]};
+        to_come.write(rows, expert, num_tiles, rows.groups[expert] >> 16);
     }
 }
 __device__ __forceinline__ void list_groups(const Rows& rows, int thread, LoraGroup* groups) {
@@ -162,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     narrow_sort(const LayerArgs* layer, const int* topk_ids, const int* token_slots, int* places, int* place_tokens,
                 int* row_slots, TokenTile* tiles, int* num_tiles, LoraGroup* groups, int* num_groups, int* tickets,
                 int* pending, int top_k, int num_shared, int local_offset, int num_local, int num_slots, int tile_rows,
-                int group_rows, int max_tokens, int tile_parts, int group_parts, int row_parts,
+                int group_rows, int max_tokens, int tile_parts, int group_parts, int row_parts, int balanced,
                 uint32_t choices_inverse, uint32_t tile_rows_inverse, uint32_t buckets_inverse) {
     extern __shared__ __align__(16) uint8_t shared[];
     const int lane = threadIdx.x % 32;
@@ -176,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     carve(rows, shared, num_local + num_shared, num_slots + 1);
     const int num_keys = rows.num_experts * rows.buckets;
     const Earlier earlier{reinterpret_cast<uint32_t*>(rows.prefix + num_keys)};
-    const Tiling tiling{Divisor{tile_rows, tile_rows_inverse}, rows.prefix + 2 * num_keys};
+    const Tiling tiling{Divisor{tile_rows, tile_rows_inverse}, balanced != 0, rows.prefix + 2 * num_keys};
     const Routing routing{topk_ids, token_slots, top_k, choices, local_offset, num_local, rows.buckets};
 
     // Threads that hold the block's own rows place them; in their turn, others list tiles, and others groups.

@@ -6,8 +6,9 @@
 // weight rows each; they leave the tile apart, so that one multiplies while the other stores. Clusters take items from
 // a ticket as they go: who computes a tile does not change its bits.
 //
-// With LORA the blocks of ranks of the tile's adapter groups are K-blocks too, before the others: B from registers, h
-// with zeros for the rows of other groups. The delta is a part of the fp32 sum and is not rounded by itself.
+// With LORA the blocks of ranks of the tile's adapter groups are K-blocks too, before the others, brought by one more
+// warp: B from registers, h with zeros for the rows of other groups. The delta is a part of the fp32 sum and is not
+// rounded by itself.
 //
 // Both outputs are BlockMajorK, [I/64, P, 64] and [H/64, P, 64]. Compile-time: BLOCK_M (128), MAX_N, STAGES, EPILOGUE,
 // LORA.
@@ -21,6 +22,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
     extern __shared__ __align__(1024) uint8_t shared[];
     const WideMemory memory = carve(shared);
     if (threadIdx.x == 0) init_barriers(memory);
+    if (LORA) init_zeros(memory);
     cluster_sync();
     grid_dependency_launch();
 
@@ -33,7 +35,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
                     row_tiles,   rows,
                     max_rank,    out,
                     out_stride};
-    if (threadIdx.x >= kConsumers) {
+    if (LORA && threadIdx.x >= kConsumers + 32) {
+        WideLoraProducer{gemm, memory}.run();
+    } else if (threadIdx.x >= kConsumers) {
         WideProducer{gemm, memory}.run();
     } else {
         grid_dependency_wait();

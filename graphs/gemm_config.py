@@ -32,6 +32,8 @@ DIRECT_STAGES = 6
 """The same where hidden states of few tokens lie in shared memory too."""
 WIDE_PIECE = 64
 """Tokens of a down tile that leave it together."""
+WIDE_ZERO_BYTES = 2048
+"""Zeros that a wide GEMM with LoRA keeps in shared memory."""
 WIDE_TILES = (128, 160, 256)
 """Tokens that one tile of a wide GEMM can hold; the kernel is specialised for each."""
 WIDE_STAGES = {128: 6, 160: 5, 256: 4}
@@ -83,17 +85,17 @@ class GemmConfig:
         return 1 if self.direct else RANK_BLOCKS
 
     def threads(self, *, lora: bool, mlp: bool = False) -> int:
-        """Threads of a block: two for each weight row, a producing warp, with ``lora`` one more unless ``wide``, and in
-        an expert ``mlp`` one that signals, one for each half that gathers, unless ``direct``, and with ``lora`` four
-        that shrink."""
-        producers = 1 + (lora and not self.wide) + mlp + self.halves * (mlp and not self.direct)
+        """Threads of a block: two for each weight row, a producing warp, with ``lora`` one more, and in an expert
+        ``mlp`` one that signals, one for each half that gathers, unless ``direct``, and with ``lora`` four that
+        shrink."""
+        producers = 1 + lora + mlp + self.halves * (mlp and not self.direct)
         return 2 * self.block_m + 32 * producers + (SHRINK_THREADS if lora and mlp else 0)
 
     def shared_bytes(self, *, staging: bool, lora_projections: int = 0, direct_for: DirectLayer | None = None) -> int:
         """Dynamic shared memory of a block; ``staging`` where the epilogue makes activations, ``lora_projections``
         (2 for gate_up, 1 for down) where it adds the LoRA delta, ``direct_for`` the layer of a direct one."""
         if self.wide:
-            return self._wide_shared_bytes(staging=staging)
+            return self._wide_shared_bytes(staging=staging, lora=lora_projections > 0)
         token_bytes = round_up(self.max_n * BLOCK_K * 2, 1024)
         stage_bytes = self.block_m * BLOCK_K * 2 + token_bytes
         needed = self.stages * stage_bytes + (token_bytes if staging else 0)
@@ -110,12 +112,13 @@ class GemmConfig:
         rings = (ring_bytes, lora_ring_bytes, announcement_bytes, announcement_bytes + 8)
         return max(needed + sum(round_up(each, 16) for each in rings), EXCLUSIVE_BYTES)
 
-    def _wide_shared_bytes(self, *, staging: bool) -> int:
+    def _wide_shared_bytes(self, *, staging: bool, lora: bool) -> int:
         stage_bytes = (self.block_m + self.max_n) * BLOCK_K * 2
         staging_bytes = self.max_n * BLOCK_K if staging else 2 * WIDE_PIECE * BLOCK_K * 2
         sent = self.stages + 2
-        ring_bytes = 8 * (2 * self.stages + sent) + (16 + 4 + 4) * self.stages + 4 * sent
-        return self.stages * stage_bytes + 2 * staging_bytes + round_up(ring_bytes, 16)
+        announcement_bytes = 2 * (8 + 8 + 4)
+        ring_bytes = 8 * (2 * self.stages + sent) + (16 + 4 + 4) * self.stages + 4 * sent + 2 * announcement_bytes
+        return self.stages * stage_bytes + 2 * staging_bytes + round_up(ring_bytes, 16) + WIDE_ZERO_BYTES * lora
 
 
 def wide_config(tile: int) -> GemmConfig:

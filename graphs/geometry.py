@@ -46,10 +46,9 @@ DIRECT_ROWS = 256
 NARROW_SHARE, NARROW_ROWS = 128, 1 << 14
 """Slot rows that a block places that sorts few tokens, and the most that it can count."""
 WIDE_ABOVE = 256
-"""Tokens above which two kernels sort them, and wide GEMMs are used where experts have enough of them, unless an expert
-MLP takes them."""
-WIDE_LOAD, WIDE_LORA_LOAD = 32, 96
-"""Tokens that an expert should have on average for them, in a base batch and in one with adapters."""
+"""Tokens above which wide GEMMs are used where experts have enough of them, unless an expert MLP takes them."""
+WIDE_LOAD = {False: (32, 32), True: (96, 64)}
+"""Tokens that an expert should have on average for them, as ``MLP_LOAD`` tells the cases apart."""
 WIDE_SHARES = 64
 """Blocks that sort many slot rows, each a share of them."""
 WIDE_SORT_WARPS, WIDE_TABLE_KEYS = 32, 4096
@@ -266,9 +265,8 @@ class Geometry:
         """Tokens a tile of the wide GEMMs of ``num_tokens`` tokens: enough for most experts, so that their weights are
         read once; None where those are not used, or their sort would not fit into shared memory."""
         mean_load = self.mean_load(num_tokens)
-        if self.mlp_takes(num_tokens, lora=lora):
-            return None
-        if mean_load < (WIDE_LORA_LOAD if lora else WIDE_LOAD) or not self.counts_keys(num_tokens, lora=lora):
+        few = mean_load < WIDE_LOAD[lora][self.experts >= MANY_EXPERTS]
+        if few or self.mlp_takes(num_tokens, lora=lora) or not self.counts_keys(num_tokens, lora=lora):
             return None
         return next((tile for tile in WIDE_TILES if tile >= 1.25 * mean_load), WIDE_TILES[-1])
 

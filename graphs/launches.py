@@ -169,10 +169,11 @@ class Launches(SortLaunches, MlpLaunches, WideLaunches):
             staging=epilogue == kernels.EPILOGUE_ACTIVATION,
             lora_projections=(DOWN if down else GATE_UP) if adds_delta else 0,
         )
-        # With a delta it follows a shrink, which had the tokens itself; the tickets are older still. Only h is new.
+        # With a delta it follows a shrink, which had the tokens itself unless it gathered them; the tickets are older
+        # still. Only h is new.
         early = {"input", "tiles", "num_tiles"}
-        if adds_delta and not self.wide:
-            early |= {"groups", "tickets", source}
+        if adds_delta:
+            early |= {"groups"} if self.wide else {"groups", "tickets", source}
         return self._multiply(
             self.kernels.get(kernel, dynamic=True),
             stream,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from .buffers import RoutingInput
+from .geometry import WIDE_ABOVE
 from .kernel import PreparedLaunch
 from .launches import Launches
 from .lora_launches import DOWN, GATE_UP
@@ -93,15 +94,13 @@ def build_program(
         _wide(build)
         return build.program(Plan.FUSED)
     fused = plan is Plan.FUSED or not launches.lora
-    counts = fused and launches.sorts_counted
-    if counts:
-        _sort_counted(build)
-    elif fused and launches.token_config:
+    if fused and launches.token_config:
         build.launch(build.make.few_sort(build.main))
     else:
-        build.launch(build.make.sort(build.main))
+        _sort(build, counts=fused and launches.sorts_counted)
     if not (fused and (launches.direct or launches.mlp)):
-        build.launch((build.make.wide_gather if counts else build.make.gather)(build.main))
+        many = fused and launches.num_tokens > WIDE_ABOVE
+        build.launch((build.make.wide_gather if many else build.make.gather)(build.main))
     if fused:
         _fused(build)
     elif plan is Plan.SINGLE_STREAM:
@@ -147,7 +146,10 @@ def _one_by_one(build: _Builder) -> None:
     build.launch(make.down_gemm(main, fused=True))
 
 
-def _sort_counted(build: _Builder) -> None:
+def _sort(build: _Builder, *, counts: bool) -> None:
+    if not counts:
+        build.launch(build.make.sort(build.main))
+        return
     build.launch(build.make.wide_count(build.main))
     build.launch(build.make.wide_sort(build.main))
 
@@ -155,7 +157,7 @@ def _sort_counted(build: _Builder) -> None:
 def _wide(build: _Builder) -> None:
     """``_fused`` for many tokens: the gather shrinks what it gathers."""
     make, main = build.make, build.main
-    _sort_counted(build)
+    _sort(build, counts=make.sorts_counted)
     build.launch(make.wide_gather_shrink(main) if make.lora else make.wide_gather(main))
     build.launch(make.gate_up_gemm(main, fused=True))
     if make.lora:

@@ -51,9 +51,16 @@ class Site:
         return self.mlp_config.tile_rows if self.mlp else self.tile
 
     @property
+    def group_rows(self) -> int:
+        """Rows of an adapter group at the most; for ``wide`` GEMMs groups are whole."""
+        return self.slot_rows if self.wide else self.geometry.group_rows(self.num_tokens)
+
+    @property
     def sorts_counted(self) -> bool:
-        """Whether a fused forward sorts in two kernels, of which the first counts."""
-        return not self.mlp and self.geometry.counts_keys(self.num_tokens, lora=self.lora)
+        """Whether a fused forward sorts in two kernels, of which the first counts. With adapters there are many keys:
+        one kernel is faster then, of as many rows as it takes."""
+        narrow = (self.lora or self.mlp) and self.geometry.sorts_narrow(self.num_tokens, slots=self.slots)
+        return not narrow and self.geometry.counts_keys(self.num_tokens, lora=self.lora)
 
     @property
     def mlp(self) -> bool:

@@ -28,11 +28,12 @@ class SortLaunches(Site):
         geometry = self.geometry
         lora_writes = {"row_slots", "groups", "num_groups"} if self.lora else set()
         counts = self.mlp and self.token_config is None  # an expert MLP follows, if the plan is fused
-        inverses: dict[str, Argument] = {}
+        narrow: dict[str, Argument] = {}
         if geometry.sorts_narrow(self.num_tokens, slots=self.slots):
             kernel = kernels.narrow_sort()
             divisors = {"choices": geometry.choices, "tile_rows": self.tile_rows, "buckets": self.slots + 1}
             inverses = {f"{name}_inverse": uint32(inverse_of(divisor)) for name, divisor in divisors.items()}
+            narrow = {"balanced": int32(self.wide)} | inverses
             blocks = -(-self.slot_rows // NARROW_SHARE)
             shared_bytes = geometry.narrow_sort_shared_bytes(slots=self.slots)
         else:
@@ -57,12 +58,12 @@ class SortLaunches(Site):
                 "pending": self.buffer("pending") if counts else pointer(0),
                 **self.routing_sizes,
                 "tile_rows": int32(self.tile_rows),
-                "group_rows": int32(geometry.group_rows(self.num_tokens)),
+                "group_rows": int32(self.group_rows),
                 "max_tokens": int32(self.num_tokens),
                 "tile_parts": int32(2 * geometry.intermediate_stride // self.mlp_config.block_m),
                 "group_parts": int32(0 if self.direct else self.shrink_parts),
                 "row_parts": int32(self.shrink_parts if self.direct else 0),
-                **inverses,
+                **narrow,
             },
             waits=True,
             holds=True,

@@ -7,33 +7,15 @@ from .kernel import PreparedLaunch
 from .lora_launches import LoraLaunches
 from .streams import Stream
 
-WIDE_GATHER_PARTS, WIDE_SHRINK_PARTS = {128: 2, 160: 2, 256: 4}, 2
-"""Parts of a token tile, each a block's of ``wide_gather_shrink``, by the tile, or of ``wide_shrink``."""
-WIDE_WARP_ROWS = 16
-"""Rows that a warp of either takes."""
-WIDE_GATHER_STAGES = 4
-"""Stages of a block of ``wide_gather_shrink``."""
-WIDE_SHRINK_STAGES = {128: 6, 160: 6, 256: 4}
-"""Those of a block of ``wide_shrink``, by the tile: as many as leave room for two blocks on an SM."""
+WIDE_PARTS = {128: 2, 160: 3, 256: 4}
+"""Parts of a token tile, by the tile, each a block's of ``wide_gather_shrink`` or ``wide_shrink``."""
+WIDE_SHRINK_THREADS = 128
+"""Threads of such a block."""
+WIDE_GATHER_BYTES, WIDE_SHRINK_BYTES = 3 * (64 + 16 * 8) * 128, 4 * (64 + 8 * 8) * 128
+"""Its shared memory: stages of a K-block of 64 rows and of A, 16 columns of it for the first kernel or eight."""
 WIDE_GATHER_WARPS = 4
 WIDE_FINALIZE_BLOCKS = 5
 """Blocks of ``wide_finalize`` that an SM holds."""
-
-
-def wide_parts(tile: int, *, gathers: bool) -> int:
-    """Parts of a token tile, each a block's of the kernel that shrinks and ``gathers`` or does not."""
-    return WIDE_GATHER_PARTS[tile] if gathers else WIDE_SHRINK_PARTS
-
-
-def wide_shrink_threads(tile: int, *, gathers: bool) -> int:
-    """Threads of such a block: a warp for so many rows, and one that brings them unless all do."""
-    return 32 * (tile // wide_parts(tile, gathers=gathers) // WIDE_WARP_ROWS + (not gathers))
-
-
-def wide_shrink_bytes(tile: int, *, gathers: bool) -> int:
-    """Shared memory of such a block: stages of a K-block of its rows and of eight columns of A, or a ring of them."""
-    stage_bytes = tile // wide_parts(tile, gathers=gathers) * 128 + 8 * 1024
-    return WIDE_GATHER_STAGES * stage_bytes if gathers else WIDE_SHRINK_STAGES[tile] * (stage_bytes + 16)
 
 
 class WideLaunches(LoraLaunches):
@@ -62,7 +44,7 @@ class WideLaunches(LoraLaunches):
         )
 
     def wide_sort(self, stream: Stream) -> PreparedLaunch:
-        """As ``sort``, from those counts. For ``wide`` GEMMs groups are whole and an expert's tiles are about equal."""
+        """As ``sort``, from those counts."""
         lora_writes = {"groups", "num_groups"} if self.lora else set()
         return self.kernels.get(kernels.wide_sort(), dynamic=True).prepare(
             grid=(WIDE_SHARES, 1, 1),
@@ -82,7 +64,7 @@ class WideLaunches(LoraLaunches):
                 **self.routing_sizes,
                 "tile_rows": int32(self.tile),
                 "max_tokens": int32(self.num_tokens),
-                "group_rows": int32(self.slot_rows if self.wide else self.geometry.group_rows(self.num_tokens)),
+                "group_rows": int32(self.group_rows),
                 "balanced": int32(self.wide),
                 "share": int32(self._share),
             },
@@ -112,9 +94,9 @@ class WideLaunches(LoraLaunches):
     def wide_gather_shrink(self, stream: Stream) -> PreparedLaunch:
         """The gather, and on its way h of gate and up."""
         return self.kernels.get(kernels.wide_gather_shrink(self.tile), dynamic=True).prepare(
-            grid=(wide_parts(self.tile, gathers=True) * self.geometry.token_tiles(self.num_tokens, self.tile), 1, 1),
-            block=(wide_shrink_threads(self.tile, gathers=True), 1, 1),
-            dynamic_shared_bytes=wide_shrink_bytes(self.tile, gathers=True),
+            grid=(self._parts, 1, 1),
+            block=(WIDE_SHRINK_THREADS, 1, 1),
+            dynamic_shared_bytes=WIDE_GATHER_BYTES,
             stream=stream,
             arguments={
                 "layer": self.layer,
@@ -138,9 +120,9 @@ class WideLaunches(LoraLaunches):
     def wide_shrink(self, stream: Stream) -> PreparedLaunch:
         """h of down."""
         return self.kernels.get(kernels.wide_shrink(self.tile), dynamic=True).prepare(
-            grid=(2 * self.sm_count, 1, 1),
-            block=(wide_shrink_threads(self.tile, gathers=False), 1, 1),
-            dynamic_shared_bytes=wide_shrink_bytes(self.tile, gathers=False),
+            grid=(self._parts, 1, 1),
+            block=(WIDE_SHRINK_THREADS, 1, 1),
+            dynamic_shared_bytes=WIDE_SHRINK_BYTES,
             stream=stream,
             arguments={
                 "layer": self.layer,
@@ -189,6 +171,11 @@ class WideLaunches(LoraLaunches):
     @property
     def _share(self) -> int:
         return -(-self.slot_rows // WIDE_SHARES)
+
+    @property
+    def _parts(self) -> int:
+        """Parts of token tiles that there can be at the most."""
+        return WIDE_PARTS[self.tile] * self.geometry.token_tiles(self.num_tokens, self.tile)
 
     def _column_sizes(self, k_blocks: int) -> dict[str, Argument]:
         return {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fake_layer import FakeLayer, parameters
 from moelet.graphs.buffers import RoutingInput
 from moelet.graphs.gemm_config import WIDE_PIECE, WIDE_TILES, wide_config
-from moelet.graphs.geometry import GROUP_ROWS, NARROW_ROWS, NARROW_SHARE, WIDE_ABOVE, Geometry
+from moelet.graphs.geometry import GROUP_ROWS, MLP_TOKENS, NARROW_ROWS, NARROW_SHARE, WIDE_ABOVE, Geometry
 from moelet.graphs.hazards import EdgeKind, find_hazards
 from moelet.graphs.kernels import EPILOGUE_ACTIVATION, EPILOGUE_DOWN, wide_gemm
 from moelet.graphs.options import GraphOptions
@@ -19,7 +19,7 @@ from moelet.graphs.planning import plan_memory
 from moelet.graphs.pool import Variant, eager_shapes
 from moelet.graphs.program import Plan
 from moelet.graphs.sort_launches import SORT_WARPS, inverse_of
-from moelet.graphs.wide_launches import wide_parts, wide_shrink_bytes, wide_shrink_threads
+from moelet.graphs.wide_launches import WIDE_GATHER_BYTES, WIDE_PARTS, WIDE_SHRINK_BYTES, WIDE_SHRINK_THREADS
 from moelet.layer.spec import LayerSpec
 from ordering import labelled, ordering_edges
 from pointers import pointed_at
@@ -33,7 +33,6 @@ HOPPER_SHARED_BYTES = 227 << 10
 LABELS = {
     False: ["count", "sort", "gather", "gate_up_gemm", "down_gemm", "finalize"],
     True: [
-        "count",
         "sort",
         "gather and lora_shrink of gate_up",
         "gate_up_gemm",
@@ -47,7 +46,6 @@ FEW_EACH = replace(SPEC, num_experts=12, num_local_experts=-1)
 FEW_EACH_LABELS = {
     False: LABELS[False],
     True: [
-        "count",
         "sort",
         "gather",
         "lora_shrink of gate_up",
@@ -71,8 +69,8 @@ def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fa
     [
         (256, None, None),
         (1024, None, None),
-        (1535, None, None),
-        (1536, None, 128),
+        (1152, None, None),
+        (1153, None, 128),
         (1792, None, 160),
         (1793, 160, 160),
         (8192, 256, 256),
@@ -82,6 +80,14 @@ def test_a_tile_holds_most_experts_tokens(tokens: int, base: int | None, lora: i
     geometry = Geometry.of(QWEN3_30B, router_fp32=False, max_loras=1, max_lora_rank=8)
     assert geometry.wide_tile(tokens, lora=False) == base
     assert geometry.wide_tile(tokens, lora=True) == lora
+
+
+@pytest.mark.parametrize(("tokens", "lora"), [(1024, None), (1025, None), (1535, None), (1536, 128)])
+def test_few_experts_with_adapters_need_more_tokens_for_wide_gemms(tokens: int, lora: int | None) -> None:
+    part = replace(QWEN3_30B, num_local_experts=32)
+    geometry = Geometry.of(part, router_fp32=False, max_loras=1, max_lora_rank=8)
+    assert geometry.wide_tile(tokens, lora=True) == lora
+    assert geometry.wide_tile(tokens, lora=False) == 128
 
 
 def test_shapes_above_the_decode_limit_grow_by_half_and_then_double() -> None:
@@ -114,8 +120,8 @@ def test_the_gemm_asks_for_the_shared_memory_that_it_carves_up(
     tile: int, epilogue: int, lora: bool, tmp_path: Path
 ) -> None:
     config = wide_config(tile)
-    asked = config.shared_bytes(staging=epilogue == EPILOGUE_ACTIVATION)
-    taken = "STAGES * kStageBytes + 2 * kStagingBytes + sizeof(WideRing)"
+    asked = config.shared_bytes(staging=epilogue == EPILOGUE_ACTIVATION, lora_projections=int(lora))
+    taken = "STAGES * kStageBytes + 2 * kStagingBytes + sizeof(WideRing) + LORA * kZeroBytes"
     asserts = [f"{taken} <= {asked}", f"{taken} > {asked - 16}", f"kPiece == {WIDE_PIECE}"]
     asserts += [f"kThreads == {config.threads(lora=lora)}", f"kCluster == {config.cluster}", "kStageBytes % 1024 == 0"]
     defines = defines_of(wide_gemm(config, epilogue, lora=lora))
@@ -123,16 +129,21 @@ def test_the_gemm_asks_for_the_shared_memory_that_it_carves_up(
     assert asked <= HOPPER_SHARED_BYTES < 2 * asked, "one block an SM, and no more"
 
 
-def test_the_shrinks_ask_for_the_shared_memory_that_they_carve_up(tmp_path: Path) -> None:
-    for tile, gathers in product(WIDE_TILES, (True, False)):
-        asked = wide_shrink_bytes(tile, gathers=gathers)
-        ring = "" if gathers else " + sizeof(Ring)"
-        asserts = [f"kStages * kStageBytes{ring} == {asked}", f"kParts == {wide_parts(tile, gathers=gathers)}"]
-        asserts += [f"kThreads == {wide_shrink_threads(tile, gathers=gathers)}"]
-        constants = constants_of("wide_shrink.cu", "// One adapter group's rows")
-        header = '#include "common/wide_columns.cuh"' if gathers else constants
-        check(tmp_path, header, asserts, {"MAX_N": tile, "BLOCK_M": 128})
-        assert 2 * (asked + 1024) <= HOPPER_SHARED_BYTES + 1024, "two blocks an SM"
+@pytest.mark.parametrize("tile", WIDE_TILES)
+@pytest.mark.parametrize(
+    ("source", "part", "asked"),
+    [
+        ("wide_gather_shrink.cu", "Gathered", WIDE_GATHER_BYTES),
+        ("wide_shrink.cu", "Activations", WIDE_SHRINK_BYTES),
+    ],
+)
+def test_the_shrinks_ask_for_the_shared_memory_that_they_carve_up(
+    tile: int, source: str, part: str, asked: int, tmp_path: Path
+) -> None:
+    asserts = [f"{part}::kBytes == {asked}", f"{part}::kStageBytes % 1024 == 0"]
+    asserts += [f"kParts == {WIDE_PARTS[tile]}", f"kThreads == {WIDE_SHRINK_THREADS}"]
+    asserts += [f"kBlocks * ({asked} + sizeof(Columns) + 1024) <= {HOPPER_SHARED_BYTES + 1024}"]
+    check(tmp_path, constants_of(source, 'extern "C"'), asserts, {"MAX_N": tile, "BLOCK_M": 128})
 
 
 def test_the_sort_asks_for_the_shared_memory_that_it_carves_up(tmp_path: Path) -> None:
@@ -173,29 +184,35 @@ def test_many_tokens_are_run_by_one_chain_of_programmatic_launches(layer: FakeLa
         assert runnable.graph is not None
         topology = runnable.graph.topology()
         labels = [node.label for node in topology.nodes]
-        assert labels[labels.index("count") :] == (FEW_EACH_LABELS if few_each else LABELS)[variant.lora]
-        assert set(labels[: labels.index("count")]) <= {"gate", "route"}
+        expected = (FEW_EACH_LABELS if few_each else LABELS)[variant.lora]
+        first = labels.index(expected[0])
+        assert labels[first:] == expected
+        assert set(labels[:first]) <= {"gate", "route"}
         assert find_hazards(topology) == []
         ordering = ordering_edges(topology)
         for edge in ordering:
             assert find_hazards(topology.without(edge)) != [], labelled(topology, [edge])
         programmatic = [edge for edge in topology.edges if edge.kind is EdgeKind.PROGRAMMATIC]
-        chain = list(pairwise(labels[labels.index("count") :]))
+        chain = list(pairwise(expected))
         assert [(labels[edge.source], labels[edge.target]) for edge in programmatic] == chain
 
 
-@pytest.mark.parametrize("tokens", [WIDE_ABOVE, WIDE_ABOVE + 1])
+@pytest.mark.parametrize("tokens", [WIDE_ABOVE, WIDE_ABOVE + 1, MLP_TOKENS, MLP_TOKENS + 1])
 @pytest.mark.parametrize("plan", Plan)
 def test_more_than_so_many_are_sorted_by_two_kernels(plan: Plan, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But where a delta is kept apart: what adds it asks for the slot of each row, which one kernel alone tells."""
+    """With adapters more than one kernel can sort in few trips to memory; but where a delta is kept apart none are:
+    what adds it asks for the slot of each row, which one kernel alone tells."""
     layer = FakeLayer(monkeypatch, FEW_EACH, (tokens,))
     for variant in (Variant(tokens, RoutingInput.TOPK, lora) for lora in (False, True)):
         launches = layer.pool.build(variant, plan, captured=False).program.launches
-        counted = tokens > WIDE_ABOVE and (plan is Plan.FUSED or not variant.lora)
+        apart = variant.lora and plan is not Plan.FUSED
+        counted = not apart and tokens > (MLP_TOKENS if variant.lora else WIDE_ABOVE)
         kernels = [launch.kernel.name for launch in launches]
-        assert kernels[: 1 + counted] == (["wide_count", "wide_sort"] if counted else ["narrow_sort"])
-        assert ("wide_gather" in kernels) is counted
-        assert any("row_slots" in launch.reads for launch in launches) is (variant.lora and plan is not Plan.FUSED)
+        one = "narrow_sort" if tokens <= MLP_TOKENS else "sort"
+        assert kernels[: 1 + counted] == (["wide_count", "wide_sort"] if counted else [one])
+        gathers = {"wide_gather", "wide_gather_shrink"} & set(kernels)
+        assert bool(gathers) is (tokens > WIDE_ABOVE and not apart)
+        assert any("row_slots" in launch.reads for launch in launches) is apart
 
 
 def test_tiles_and_groups_are_cut_for_the_gemms_that_take_them(layer: FakeLayer) -> None:

@@ -30,7 +30,7 @@ from random_layers import normal, random_batch, random_weights
 
 pytestmark = pytest.mark.gpu
 
-SHAPE = 300
+SHAPE, MANY = 300, 2100
 
 
 def spec_of(hidden: int, width: int, experts: int, top_k: int, shared: int = 0) -> LayerSpec:
@@ -95,14 +95,25 @@ def test_rows_are_sorted_alike_where_experts_have_too_few_for_wide_gemms(gpu: Gp
     layer.install(adapters_of(FEW_EACH))
     case = placed(layer, tokens, SHAPE, lora=True, one=one, plan=Plan.FUSED)
     assert not case.runnable.wide
-    assert [launch.label for launch in case.runnable.program.launches][:3] == ["count", "sort", "gather"]
+    assert [launch.label for launch in case.runnable.program.launches][:2] == ["sort", "gather"]
     assert_sorted(case, lora=True)
 
 
-def assert_sorted(case: Placed, *, lora: bool) -> None:
+@pytest.mark.parametrize("lora", [False, True], ids=["base", "lora"])
+@pytest.mark.parametrize(("tokens", "one"), [(MANY, False), (MANY, True), (2049, False)])
+def test_more_tokens_than_one_kernel_takes_are_sorted_alike(gpu: Gpu, tokens: int, one: bool, lora: bool) -> None:
+    spec = SPECS["tile 256, one K-block"]
+    layer = gpu.layer(spec, max_tokens=MANY, max_loras=len(adapters_of(spec)), seed=3, rank=104)
+    layer.install(adapters_of(spec))
+    case = placed(layer, tokens, MANY, lora=lora, one=one, plan=Plan.FUSED)
+    assert [launch.label for launch in case.runnable.program.launches][:2] == ["count", "sort"]
+    assert_sorted(case, lora=lora, shape=MANY)
+
+
+def assert_sorted(case: Placed, *, lora: bool, shape: int = SHAPE) -> None:
     """Places, tiles and groups are those of plain loops, rows lie at their places, and nothing else was written."""
     layer, arena, made = case.layer, case.runnable.arena, case.made
-    assert_made(arena, made, SHAPE * layer.geometry.choices, lora=lora)
+    assert_made(arena, made, shape * layer.geometry.choices, lora=lora)
     assert arena.read("place_tokens")[case.rows.places].tolist() == case.rows.tokens.tolist()
     rows = blocks_to_rows(arena.read("tokens"), layer.geometry.hidden_stride)
     hidden = rows[case.rows.places]
@@ -201,6 +212,18 @@ def test_a_layer_of_many_tokens(gpu: Gpu, name: str, lora: bool) -> None:
         if not lora:
             parts = [layer.eager(batch.part(start, min(start + 64, 290)), 64) for start in range(0, 290, 64)]
             assert same_bits(torch.cat(parts), wanted)
+
+
+def test_a_tile_of_more_adapters_than_a_warp_has_lanes(gpu: Gpu) -> None:
+    spec = SPECS["tile 256, one K-block"]
+    adapters = adapters_of(spec) * (80 // len(adapters_of(spec)))
+    layer = gpu.layer(spec, max_tokens=SHAPE, max_loras=len(adapters), seed=3, rank=104)
+    layer.install(adapters)
+    batch = random_batch(spec, SHAPE, seed=4, slots=[-1, *range(len(adapters))])
+    known = expected(spec, layer.weights, batch, adapters)
+    runnable = layer.runnable(SHAPE, lora=True)
+    assert runnable.wide
+    assert_close_to_truth(layer.forward(runnable, batch), known.truth, known.baseline)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["base", "lora"])

@@ -66,27 +66,6 @@ struct Ring {
     Barriers<STAGES> barriers;
     int item[STAGES];  // the item that a stage belongs to; kNoItem ends the work
 };
-// What a thread tells another warp.
-struct Announcements {
-    Barriers<2> barriers;
-    int item[2];
-
-    __device__ __forceinline__ void tell(Cursor<2>& told, int next) {
-        barrier_wait(&barriers.empty[told.stage], told.parity ^ 1);
-        item[told.stage] = next;
-        barrier_arrive(&barriers.full[told.stage]);
-        told.advance();
-    }
-    // A warp asks.
-    __device__ __forceinline__ int hear(Cursor<2>& heard) {
-        barrier_wait(&barriers.full[heard.stage], heard.parity);
-        const int next = item[heard.stage];
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(&barriers.empty[heard.stage]);
-        heard.advance();
-        return next;
-    }
-};
 // The items whose activations this block has written, for the warp that lets others know.
 struct WrittenItems {
     Announcements ring;

@@ -1,4 +1,5 @@
-// A ring of stages in shared memory: the barriers that tell full ones from empty ones, and a place among them.
+// A ring of stages in shared memory: the barriers that tell full ones from empty ones, and a place among them. A short
+// one of numbers, by which a thread tells another warp what is next.
 #pragma once
 
 #include "common/barrier.cuh"
@@ -28,5 +29,27 @@ struct Cursor {
         const bool wraps = stage >= length;
         if (wraps) stage -= length;
         parity ^= wraps;
+    }
+};
+
+// What a thread tells another warp.
+struct Announcements {
+    Barriers<2> barriers;
+    int item[2];
+
+    __device__ __forceinline__ void tell(Cursor<2>& told, int next) {
+        barrier_wait(&barriers.empty[told.stage], told.parity ^ 1);
+        item[told.stage] = next;
+        barrier_arrive(&barriers.full[told.stage]);
+        told.advance();
+    }
+    // A warp asks.
+    __device__ __forceinline__ int hear(Cursor<2>& heard) {
+        barrier_wait(&barriers.full[heard.stage], heard.parity);
+        const int next = item[heard.stage];
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(&barriers.empty[heard.stage]);
+        heard.advance();
+        return next;
     }
 };

@@ -13,7 +13,7 @@ static_assert(EPILOGUE == EPILOGUE_ACTIVATION || EPILOGUE == EPILOGUE_DOWN, "not
 
 constexpr int kWarpgroup = 128;
 constexpr int kConsumers = 2 * kWarpgroup;
-constexpr int kThreads = kConsumers + 32;
+constexpr int kThreads = kConsumers + (LORA ? 64 : 32);
 constexpr int kWeightBytes = BLOCK_M * kBlockBytes;
 constexpr int kTokenBytes = MAX_N * kBlockBytes;  // of one K-block
 constexpr int kStageBytes = kWeightBytes + kTokenBytes;
@@ -30,6 +30,7 @@ constexpr int kColumns = 8;
 constexpr int kColumnsPerStep = 2;                    // 16 elements along K
 constexpr int kLoraBlocks = kColumns / kProjections;  // of eight ranks
 static_assert(kColumns * kColumnBytes <= kTokenBytes && kLoraBlocks * kTileFragmentBytes <= kWeightBytes);
+constexpr int kZeroBytes = 2048;       // what rows of other groups are cleared with
 constexpr int kLastLoraStage = 0x100;  // marks a tile's last, beside the number of its blocks of ranks
 
 // Items that the first block of a cluster may take before the second has read them: it is ahead by as many as a ring
@@ -42,18 +43,23 @@ struct WideRing : Barriers<STAGES> {
     int item[STAGES];  // kNoItem ends the work
     int lora[STAGES];
     int next[kSent];
+    // LORA: items that have adapters' stages, told ahead; and where in the ring those begin, once it is their turn.
+    Announcements lora_items;
+    Announcements lora_starts;
 };
 
 struct WideMemory {
     uint8_t* stages;
     uint8_t* staging;
     WideRing& ring;
+    uint8_t* zeros;  // LORA
 };
 
 // Where everything lies in a block's shared memory; the twin of GemmConfig.shared_bytes in graphs/gemm_config.py.
 __device__ __forceinline__ WideMemory carve(uint8_t* shared) {
     uint8_t* staging = shared + STAGES * kStageBytes;
-    return WideMemory{shared, staging, *reinterpret_cast<WideRing*>(staging + 2 * kStagingBytes)};
+    uint8_t* ring = staging + 2 * kStagingBytes;
+    return WideMemory{shared, staging, *reinterpret_cast<WideRing*>(ring), ring + round_up(sizeof(WideRing), 16)};
 }
 
 // One thread does this; a cluster-wide barrier must follow.
@@ -63,7 +69,18 @@ __device__ __forceinline__ void init_barriers(const WideMemory& memory) {
         barrier_init(&memory.ring.sent[i], 1);
         barrier_expect(&memory.ring.sent[i], sizeof(int));
     }
+    if (LORA) {
+        memory.ring.lora_items.barriers.init(1, 1);
+        memory.ring.lora_starts.barriers.init(1, 1);
+    }
     barrier_init_fence();
+}
+
+// All threads do this; the same barrier must follow.
+__device__ __forceinline__ void init_zeros(const WideMemory& memory) {
+    for (int i = threadIdx.x; i < kZeroBytes / 16; i += kThreads)
+        reinterpret_cast<uint4*>(memory.zeros)[i] = uint4{0, 0, 0, 0};
+    async_shared_fence();
 }
 
 // An item is a token tile and two row tiles, one for each block of the cluster. Of an odd number of row tiles the last
@@ -71,4 +88,7 @@ __device__ __forceinline__ void init_barriers(const WideMemory& memory) {
 __device__ __forceinline__ int row_tile_pairs(const Gemm& gemm) { return ceil_div(gemm.row_tiles, kCluster); }
 __device__ __forceinline__ int row_tile_of(const Gemm& gemm, int item, int rank) {
     return item % row_tile_pairs(gemm) * kCluster + rank;
+}
+__device__ __forceinline__ int stored_row_tile_of(const Gemm& gemm, int item, int rank) {
+    return min(row_tile_of(gemm, item, rank), gemm.row_tiles - 1);
 }
