@@ -30,6 +30,7 @@ constexpr int kColumns = 8;
 constexpr int kColumnsPerStep = 2;                    // 16 elements along K
 constexpr int kLoraBlocks = kColumns / kProjections;  // of eight ranks
 static_assert(kColumns * kColumnBytes <= kTokenBytes && kLoraBlocks * kTileFragmentBytes <= kWeightBytes);
+constexpr int kFullArrivals = 1 + LORA;
 constexpr int kZeroBytes = 2048;       // what rows of other groups are cleared with
 constexpr int kLastLoraStage = 0x100;  // marks a tile's last, beside the number of its blocks of ranks
 
@@ -64,7 +65,9 @@ __device__ __forceinline__ WideMemory carve(uint8_t* shared) {
 
 // One thread does this; a cluster-wide barrier must follow.
 __device__ __forceinline__ void init_barriers(const WideMemory& memory) {
-    memory.ring.init(1, kCluster * kConsumers / 32);  // empty for both blocks' warps: tokens come to both at once
+    // Full by whoever fills a stage, and with LORA by the warp that passes over it or fills it in its turn, so that no
+    // stage is a round ahead of that warp; empty for both blocks' warps: tokens come to both at once.
+    memory.ring.init(kFullArrivals, kCluster * kConsumers / 32);
     for (int i = 0; i < kSent; ++i) {
         barrier_init(&memory.ring.sent[i], 1);
         barrier_expect(&memory.ring.sent[i], sizeof(int));

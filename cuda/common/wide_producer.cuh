@@ -43,6 +43,7 @@ struct WideProducer {
         memory.ring.item[stage] = item;
         if (block == 0) memory.ring.tile[stage] = source.tile;
         barrier_expect(full, kWeightBytes + source.token_bytes);
+        if (LORA) barrier_arrive(full);
         bulk_load(memory.stages + stage * kStageBytes, source.weights + int64_t(block) * gemm.row_tiles * kWeightBytes,
                   kWeightBytes, full, policy);
     }
@@ -90,6 +91,8 @@ struct WideProducer {
         if (lane == 0) memory.ring.lora_starts.tell(told_starts, 2 * cursor.stage + cursor.parity);
         for (int i = 0; i < stages; ++i) {
             wait_for_stage();
+            __syncwarp();
+            if (lane == 0) barrier_arrive(&memory.ring.full[cursor.stage]);
             cursor.advance();
         }
         return stages;
@@ -149,6 +152,6 @@ struct WideProducer {
         if (lane != 0) return;
         if (LORA) memory.ring.lora_items.tell(told_items, kNoItem);
         memory.ring.item[cursor.stage] = kNoItem;
-        barrier_arrive(&memory.ring.full[cursor.stage]);
+        barrier_arrive(&memory.ring.full[cursor.stage], kFullArrivals);
     }
 };
