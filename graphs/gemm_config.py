@@ -32,6 +32,8 @@ DIRECT_STAGES = 6
 """The same where hidden states of few tokens lie in shared memory too."""
 WIDE_PIECE = 64
 """Tokens of a down tile that leave it together."""
+ANNOUNCEMENT_BYTES = 2 * (8 + 8 + 4)
+"""Shared memory by which a thread of a GEMM tells another warp which items are next."""
 WIDE_ZERO_BYTES = 2048
 """Zeros that a wide GEMM with LoRA keeps in shared memory."""
 WIDE_TILES = (128, 160, 256)
@@ -108,16 +110,14 @@ class GemmConfig:
             needed += 2 * (fragments + h_blocks * self.max_n * lora_projections * RANK_BLOCK * 2)
         ring_bytes = self.stages * (8 + 8 + 4)
         lora_ring_bytes = 2 * (8 + 8 + 8 + 8 + 4 + 4 + 4 + self.lora_entries * 8)
-        announcement_bytes = 2 * (8 + 8 + 4)
-        rings = (ring_bytes, lora_ring_bytes, announcement_bytes, announcement_bytes + 8)
+        rings = (ring_bytes, lora_ring_bytes, ANNOUNCEMENT_BYTES, ANNOUNCEMENT_BYTES + 8)
         return max(needed + sum(round_up(each, 16) for each in rings), EXCLUSIVE_BYTES)
 
     def _wide_shared_bytes(self, *, staging: bool, lora: bool) -> int:
         stage_bytes = (self.block_m + self.max_n) * BLOCK_K * 2
         staging_bytes = self.max_n * BLOCK_K if staging else 2 * WIDE_PIECE * BLOCK_K * 2
         sent = self.stages + 2
-        announcement_bytes = 2 * (8 + 8 + 4)
-        ring_bytes = 8 * (2 * self.stages + sent) + (16 + 4 + 4) * self.stages + 4 * sent + 2 * announcement_bytes
+        ring_bytes = 8 * (2 * self.stages + sent) + (16 + 4 + 4) * self.stages + 4 * sent + 2 * ANNOUNCEMENT_BYTES
         return self.stages * stage_bytes + 2 * staging_bytes + round_up(ring_bytes, 16) + WIDE_ZERO_BYTES * lora
 
 

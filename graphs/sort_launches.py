@@ -29,7 +29,7 @@ class SortLaunches(Site):
         lora_writes = {"row_slots", "groups", "num_groups"} if self.lora else set()
         counts = self.mlp and self.token_config is None  # an expert MLP follows, if the plan is fused
         narrow: dict[str, Argument] = {}
-        if geometry.sorts_narrow(self.num_tokens, slots=self.slots):
+        if self.sorts_narrow:
             kernel = kernels.narrow_sort()
             divisors = {"choices": geometry.choices, "tile_rows": self.tile_rows, "buckets": self.slots + 1}
             inverses = {f"{name}_inverse": uint32(inverse_of(divisor)) for name, divisor in divisors.items()}

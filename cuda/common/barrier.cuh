@@ -99,6 +99,13 @@ __device__ __forceinline__ void async_copies_arrive(uint64_t* barrier) {
 // Orders what this thread wrote to shared memory, or acquired of it, before what copy engine and tensor cores do there.
 __device__ __forceinline__ void async_shared_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Closes a group of this thread's 16-byte copies; waits for all but the latest kInFlight groups.
+__device__ __forceinline__ void async_copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kInFlight>
+__device__ __forceinline__ void async_copies_arrived() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kInFlight) : "memory");
+}
+
 // Waits for this thread's 16-byte copies, which other threads see once a barrier has followed.
 __device__ __forceinline__ void async_copies_land() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

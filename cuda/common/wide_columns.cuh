@@ -9,6 +9,7 @@
 
 constexpr int kListed = 32;                    // columns that are looked up together
 constexpr int kColumnBytes = 2 * kAStepBytes;  // of A by a K-block
+static_assert(kListed <= 32, "a lane each");
 
 struct Column {
     const uint8_t* a;  // null: written as zero, for the other projection has more ranks

@@ -7,8 +7,8 @@
 
 using Groups = GroupSource<IS_DOWN>;
 
-// Stages that an item's adapters take; the warp's lanes have the first 32 `groups` of the tile. None without groups,
-// else one at least.
+// Stages that WideLoraProducer::load_groups fills of an item, the same in both blocks of a cluster; the warp's lanes
+// have the first 32 groups of the tile. None without groups, else one at least.
 __device__ __forceinline__ int lora_stages(const Gemm& gemm, const TokenTile& tile, int row_tile, Groups group) {
     const int num_groups = tile.num_groups();
     if (num_groups == 0) return 0;
@@ -23,7 +23,7 @@ __device__ __forceinline__ int lora_stages(const Gemm& gemm, const TokenTile& ti
 }
 
 // Its lanes go together. It hears of an item ahead, looks its adapters up, and fills its stages when it is told where
-// they begin: no more than a ring behind the warp that brings weights, which passes over them.
+// they begin. The warp that brings weights passes over them, and none is full before it has.
 struct WideLoraProducer {
     const Gemm& gemm;
     const WideMemory& memory;

@@ -22,12 +22,6 @@ constexpr int kChunksPerColumn = kColumnBytes / 16;       // of a K-block
 constexpr int kColumnStep = kThreads / kChunksPerColumn;  // from one of a thread's columns to the next
 static_assert(kRowStep % 8 == 0, "a thread's chunks are swizzled alike");
 
-__device__ __forceinline__ void async_copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kInFlight>
-__device__ __forceinline__ void async_copies_arrived() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kInFlight) : "memory");
-}
-
 // A block's part of the tiles, as its threads go together over it.
 template <int kColumns, int kStages>
 struct Part {
@@ -47,8 +41,8 @@ struct Part {
     // This thread's chunk of the first K-block of each of its rows.
     using Source = const uint8_t* const (&)[kRowsPerThread];
 
-    // What is brought next: a K-block of a pass, to a stage; the rows that the pass's columns have, which go by groups
-    // in the order of those; and this thread's part of A's first K-block.
+    // What is brought next: a K-block of a pass, to a stage; the rows from the first to the last that the pass's
+    // columns have, which are listed group by group as rows are; and this thread's part of A's first K-block.
     struct Ahead {
         int begin = 0;  // the pass's first column
         int block = 0;
@@ -142,7 +136,8 @@ struct Part {
             }
         }
     }
-    // One pass, of up to kWidth / 8 columns: the others of its product are of whatever lies there, and are not stored.
+    // One pass, of up to kWidth / 8 columns. Columns that are none, and those without A, are multiplied with whatever
+    // the stage holds there, and so are rows that no column has: of all that nothing is stored.
     template <int kWidth>
     __device__ __forceinline__ void pass(Ahead& ahead, Source source, int num_columns, int begin, int& stage,
                                          uint8_t* copy, bf16* h) const {
@@ -173,6 +168,7 @@ struct Part {
         ahead.stage = opened();
         ahead.block = opened();
         turn(ahead);
+        // What was opened is one group of copies, and empty ones make up the number of groups that a pass counts on.
         async_copies_commit();
         for (int i = opened(); i < kStages - 1; ++i) bring(ahead, source, num_columns);
         for (int i = 1; i < opened(); ++i) async_copies_commit();
