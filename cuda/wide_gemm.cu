@@ -22,7 +22,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
     extern __shared__ __align__(1024) uint8_t shared[];
     const WideMemory memory = carve(shared);
     if (threadIdx.x == 0) init_barriers(memory);
-    if (LORA) init_zeros(memory);
     cluster_sync();
     grid_dependency_launch();
 

@@ -34,8 +34,6 @@ WIDE_PIECE = 64
 """Tokens of a down tile that leave it together."""
 ANNOUNCEMENT_BYTES = 2 * (8 + 8 + 4)
 """Shared memory by which a thread of a GEMM tells another warp which items are next."""
-WIDE_ZERO_BYTES = 2048
-"""Zeros that a wide GEMM with LoRA keeps in shared memory."""
 WIDE_TILES = (128, 160, 256)
 """Tokens that one tile of a wide GEMM can hold; the kernel is specialised for each."""
 WIDE_STAGES = {128: 6, 160: 5, 256: 4}
@@ -97,7 +95,7 @@ class GemmConfig:
         """Dynamic shared memory of a block; ``staging`` where the epilogue makes activations, ``lora_projections``
         (2 for gate_up, 1 for down) where it adds the LoRA delta, ``direct_for`` the layer of a direct one."""
         if self.wide:
-            return self._wide_shared_bytes(staging=staging, lora=lora_projections > 0)
+            return self._wide_shared_bytes(staging=staging)
         token_bytes = round_up(self.max_n * BLOCK_K * 2, 1024)
         stage_bytes = self.block_m * BLOCK_K * 2 + token_bytes
         needed = self.stages * stage_bytes + (token_bytes if staging else 0)
@@ -113,12 +111,12 @@ class GemmConfig:
         rings = (ring_bytes, lora_ring_bytes, ANNOUNCEMENT_BYTES, ANNOUNCEMENT_BYTES + 8)
         return max(needed + sum(round_up(each, 16) for each in rings), EXCLUSIVE_BYTES)
 
-    def _wide_shared_bytes(self, *, staging: bool, lora: bool) -> int:
+    def _wide_shared_bytes(self, *, staging: bool) -> int:
         stage_bytes = (self.block_m + self.max_n) * BLOCK_K * 2
         staging_bytes = self.max_n * BLOCK_K if staging else 2 * WIDE_PIECE * BLOCK_K * 2
         sent = self.stages + 2
         ring_bytes = 8 * (2 * self.stages + sent) + (16 + 4 + 4) * self.stages + 4 * sent + 2 * ANNOUNCEMENT_BYTES
-        return self.stages * stage_bytes + 2 * staging_bytes + round_up(ring_bytes, 16) + WIDE_ZERO_BYTES * lora
+        return self.stages * stage_bytes + 2 * staging_bytes + round_up(ring_bytes, 16)
 
 
 def wide_config(tile: int) -> GemmConfig:

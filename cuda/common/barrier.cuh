@@ -30,6 +30,12 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes
                  : "memory");
 }
 
+// The same without arriving.
+__device__ __forceinline__ void barrier_expect_more(uint64_t* barrier, uint32_t bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
     asm volatile(
         "{\n"

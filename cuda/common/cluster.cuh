@@ -37,14 +37,6 @@ __device__ __forceinline__ void bulk_load_to_both(void* shared, const void* glob
         : "memory");
 }
 
-// Copies within this block's shared memory, counted on `barrier` as loads are.
-__device__ __forceinline__ void bulk_copy(void* target, const void* source, uint32_t bytes, uint64_t* barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     shared_address(target)),
-                 "r"(shared_address(source)), "r"(bytes), "r"(shared_address(barrier))
-                 : "memory");
-}
-
 // Stores an integer where `target` lies in block `rank`; its four bytes are counted on that block's `barrier`.
 __device__ __forceinline__ void send_int(int* target, int value, uint64_t* barrier, int rank) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(

@@ -31,7 +31,6 @@ constexpr int kColumnsPerStep = 2;                    // 16 elements along K
 constexpr int kLoraBlocks = kColumns / kProjections;  // of eight ranks
 static_assert(kColumns * kColumnBytes <= kTokenBytes && kLoraBlocks * kTileFragmentBytes <= kWeightBytes);
 constexpr int kFullArrivals = 1 + LORA;
-constexpr int kZeroBytes = 2048;       // what rows of other groups are cleared with
 constexpr int kLastLoraStage = 0x100;  // marks a tile's last, beside the number of its blocks of ranks
 
 // Items that the first block of a cluster may take before the second has read them: it is ahead by as many as a ring
@@ -53,14 +52,13 @@ struct WideMemory {
     uint8_t* stages;
     uint8_t* staging;
     WideRing& ring;
-    uint8_t* zeros;  // LORA
 };
 
 // Where everything lies in a block's shared memory; the twin of GemmConfig.shared_bytes in graphs/gemm_config.py.
 __device__ __forceinline__ WideMemory carve(uint8_t* shared) {
     uint8_t* staging = shared + STAGES * kStageBytes;
     uint8_t* ring = staging + 2 * kStagingBytes;
-    return WideMemory{shared, staging, *reinterpret_cast<WideRing*>(ring), ring + round_up(sizeof(WideRing), 16)};
+    return WideMemory{shared, staging, *reinterpret_cast<WideRing*>(ring)};
 }
 
 // One thread does this; a cluster-wide barrier must follow.
@@ -77,13 +75,6 @@ __device__ __forceinline__ void init_barriers(const WideMemory& memory) {
         memory.ring.lora_starts.barriers.init(1, 1);
     }
     barrier_init_fence();
-}
-
-// All threads do this; the same barrier must follow.
-__device__ __forceinline__ void init_zeros(const WideMemory& memory) {
-    for (int i = threadIdx.x; i < kZeroBytes / 16; i += kThreads)
-        reinterpret_cast<uint4*>(memory.zeros)[i] = uint4{0, 0, 0, 0};
-    async_shared_fence();
 }
 
 // An item is a token tile and two row tiles, one for each block of the cluster. Of an odd number of row tiles the last

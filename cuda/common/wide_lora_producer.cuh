@@ -35,46 +35,54 @@ struct WideLoraProducer {
     const int lane = threadIdx.x % 32;
     const int rank = cluster_rank();
 
-    __device__ __forceinline__ void clear(uint8_t* target, int bytes, uint64_t* full) const {
-        for (int offset = 0; offset < bytes; offset += kZeroBytes)
-            bulk_copy(target + offset, memory.zeros, min(bytes - offset, kZeroBytes), full);
+    // Zeros for rows [first, last) of a column, by all lanes.
+    __device__ __forceinline__ void clear(uint8_t* column, int first, int last) const {
+        for (int row = first + lane; row < last; row += 32)
+            *reinterpret_cast<uint4*>(column + row * kHRowBytes) = uint4{0, 0, 0, 0};
     }
-    // One stage: lane i < `entries` brings `group`'s block `block` of ranks, B's fragments and h of the group's rows
-    // with zeros around them.
+    // One stage: lane i < `entries` brings `group`'s block `block` of ranks, B's fragments and h of the group's rows.
+    // All clear the rows of other groups while those copies are under way.
     __device__ __forceinline__ void load_entries(const Groups& group, int block, int entries, const TokenTile& tile,
                                                  int item, bool last) {
         const int stage = cursor.stage;
         barrier_wait(&memory.ring.empty[stage], cursor.parity ^ 1);
         uint64_t* full = &memory.ring.full[stage];
         uint8_t* fragments = memory.stages + stage * kStageBytes;
-        uint8_t* columns = fragments + kWeightBytes + lane * kProjections * kColumnBytes;
+        uint8_t* columns = fragments + kWeightBytes;
+        const int h_bytes = lane < entries ? (group.last_row - group.first_row) * kHRowBytes : 0;
+        const int bytes = entries * kTileFragmentBytes + kProjections * __reduce_add_sync(~0u, h_bytes);
         if (lane == 0) {
             memory.ring.item[stage] = item;
             memory.ring.tile[stage] = tile;
             memory.ring.lora[stage] = entries | (last ? kLastLoraStage : 0);
-            barrier_expect(full, entries * (kTileFragmentBytes + tile.num_rows * kProjections * kHRowBytes));
+            barrier_expect_more(full, bytes);
         }
         __syncwarp();
-        const int first = group.first_row * kHRowBytes;
-        const int end = group.last_row * kHRowBytes;
-        if (lane < entries) {
+        if (lane < entries)
             bulk_load(fragments + lane * kTileFragmentBytes,
                       group.b + int64_t(block) * gemm.row_tiles * kTileFragmentBytes, kTileFragmentBytes, full, policy);
-#pragma unroll
-            for (int p = 0; p < kProjections; ++p) {
-                clear(columns + p * kColumnBytes, first, full);
-                clear(columns + p * kColumnBytes + end, tile.num_rows * kHRowBytes - end, full);
-            }
-        }
         if (waits) grid_dependency_wait();
         waits = false;
         if (lane < entries) {
 #pragma unroll
             for (int p = 0; p < kProjections; ++p)
-                bulk_load(columns + p * kColumnBytes + first,
+                bulk_load(columns + (lane * kProjections + p) * kColumnBytes + group.first_row * kHRowBytes,
                           gemm.h + column_offset(block * kProjections + p, tile.first_row + group.first_row, gemm.rows),
-                          end - first, full, policy);
+                          h_bytes, full, policy);
         }
+        for (int entry = 0; entry < entries; ++entry) {
+            const int first_row = __shfl_sync(~0u, group.first_row, entry);
+            const int last_row = __shfl_sync(~0u, group.last_row, entry);
+#pragma unroll
+            for (int p = 0; p < kProjections; ++p) {
+                uint8_t* column = columns + (entry * kProjections + p) * kColumnBytes;
+                clear(column, 0, first_row);
+                clear(column, last_row, tile.num_rows);
+            }
+        }
+        async_shared_fence();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(full);
         cursor.advance();
     }
     // The (group, block of ranks) pairs of a tile, group by group; the last stage says so, and may be empty. `group` is
