@@ -6,9 +6,9 @@
 // weight rows each; they leave the tile apart, so that one multiplies while the other stores. Clusters take items from
 // a ticket as they go: who computes a tile does not change its bits.
 //
-// With LORA the blocks of ranks of the tile's adapter groups are K-blocks too, before the others, brought by one more
-// warp: B from registers, h with zeros for the rows of other groups. The delta is a part of the fp32 sum and is not
-// rounded by itself.
+// With LORA the blocks of ranks of the tile's adapter groups are K-blocks too, before the others, brought by three
+// more warps: B from registers, h with zeros for the rows of other groups. The delta is a part of the fp32 sum and is
+// not rounded by itself.
 //
 // Both outputs are BlockMajorK, [I/64, P, 64] and [H/64, P, 64]. Compile-time: BLOCK_M (128), MAX_N, STAGES, EPILOGUE,
 // LORA.

@@ -32,6 +32,8 @@ DIRECT_STAGES = 6
 """The same where hidden states of few tokens lie in shared memory too."""
 WIDE_PIECE = 64
 """Tokens of a down tile that leave it together."""
+WIDE_LORA_WARPS = 3
+"""Warps of a wide GEMM with LoRA that bring B and h, a stage each in turn."""
 ANNOUNCEMENT_BYTES = 2 * (8 + 8 + 4)
 """Shared memory by which a thread of a GEMM tells another warp which items are next."""
 WIDE_TILES = (128, 160, 256)
@@ -85,9 +87,11 @@ class GemmConfig:
         return 1 if self.direct else RANK_BLOCKS
 
     def threads(self, *, lora: bool, mlp: bool = False) -> int:
-        """Threads of a block: two for each weight row, a producing warp, with ``lora`` one more, and in an expert
-        ``mlp`` one that signals, one for each half that gathers, unless ``direct``, and with ``lora`` four that
-        shrink."""
+        """Threads of a block: two for each weight row, a producing warp, with ``lora`` one more, or three where it is
+        wide, and in an expert ``mlp`` one that signals, one for each half that gathers, unless ``direct``, and with
+        ``lora`` four that shrink."""
+        if self.wide:
+            return 2 * self.block_m + 32 * (1 + WIDE_LORA_WARPS * lora)
         producers = 1 + lora + mlp + self.halves * (mlp and not self.direct)
         return 2 * self.block_m + 32 * producers + (SHRINK_THREADS if lora and mlp else 0)
 
@@ -115,7 +119,7 @@ class GemmConfig:
         stage_bytes = (self.block_m + self.max_n) * BLOCK_K * 2
         staging_bytes = self.max_n * BLOCK_K if staging else 2 * WIDE_PIECE * BLOCK_K * 2
         sent = self.stages + 2
-        ring_bytes = 8 * (2 * self.stages + sent) + (16 + 4 + 4) * self.stages + 4 * sent + 2 * ANNOUNCEMENT_BYTES
+        ring_bytes = 8 * (2 * self.stages + sent) + (16 + 4 + 8) * self.stages + 4 * sent + 2 * ANNOUNCEMENT_BYTES
         return self.stages * stage_bytes + 2 * staging_bytes + round_up(ring_bytes, 16)
 
 

@@ -13,7 +13,8 @@ static_assert(EPILOGUE == EPILOGUE_ACTIVATION || EPILOGUE == EPILOGUE_DOWN, "not
 
 constexpr int kWarpgroup = 128;
 constexpr int kConsumers = 2 * kWarpgroup;
-constexpr int kThreads = kConsumers + (LORA ? 64 : 32);
+constexpr int kLoraWarps = LORA ? 3 : 0;  // that bring B and h
+constexpr int kThreads = kConsumers + 32 * (1 + kLoraWarps);
 constexpr int kWeightBytes = BLOCK_M * kBlockBytes;
 constexpr int kTokenBytes = MAX_N * kBlockBytes;  // of one K-block
 constexpr int kStageBytes = kWeightBytes + kTokenBytes;
@@ -27,11 +28,20 @@ constexpr int kStagingBytes = IS_DOWN ? 2 * kPiece * kBlockBytes : MAX_N * kBloc
 constexpr int kProjections = IS_DOWN ? 1 : 2;
 constexpr int kColumnBytes = MAX_N * kHRowBytes;
 constexpr int kColumns = 8;
-constexpr int kColumnsPerStep = 2;                    // 16 elements along K
-constexpr int kLoraBlocks = kColumns / kProjections;  // of eight ranks
+constexpr int kColumnsPerStep = 2;                           // 16 elements along K
+constexpr int kLoraBlocks = kColumns / kProjections;         // of eight ranks, of a stage
+constexpr int kStepBlocks = kColumnsPerStep / kProjections;  // of a step
+constexpr int kStepPairs = kColumns / kColumnsPerStep / 2;   // steps that are multiplied together
 static_assert(kColumns * kColumnBytes <= kTokenBytes && kLoraBlocks * kTileFragmentBytes <= kWeightBytes);
 constexpr int kFullArrivals = 1 + LORA;
-constexpr int kLastLoraStage = 0x100;  // marks a tile's last, beside the number of its blocks of ranks
+
+// What a LoRA stage holds: so many blocks of ranks; for each pair of its steps, the rows behind which h is zero; and
+// whether it is the tile's last one.
+struct alignas(8) LoraStage {
+    int16_t rows[kStepPairs];
+    int16_t blocks;
+    int16_t last;
+};
 
 // Items that the first block of a cluster may take before the second has read them: it is ahead by as many as a ring
 // can hold, were each a single stage, and by two.
@@ -40,8 +50,8 @@ constexpr int kSent = STAGES + 2;
 struct WideRing : Barriers<STAGES> {
     TokenTile tile[STAGES];  // of the item that a LoRA stage or the first K-block belongs to
     uint64_t sent[kSent];
+    LoraStage lora[STAGES];
     int item[STAGES];  // kNoItem ends the work
-    int lora[STAGES];
     int next[kSent];
     // LORA: items that have adapters' stages, told ahead; and where in the ring those begin, once it is their turn.
     Announcements lora_items;
@@ -53,6 +63,8 @@ struct WideMemory {
     uint8_t* staging;
     WideRing& ring;
 };
+
+constexpr int kWidthStep = 32;  // tokens that the consumers' widths differ by at the most
 
 // Where everything lies in a block's shared memory; the twin of GemmConfig.shared_bytes in graphs/gemm_config.py.
 __device__ __forceinline__ WideMemory carve(uint8_t* shared) {
@@ -71,8 +83,8 @@ __device__ __forceinline__ void init_barriers(const WideMemory& memory) {
         barrier_expect(&memory.ring.sent[i], sizeof(int));
     }
     if (LORA) {
-        memory.ring.lora_items.barriers.init(1, 1);
-        memory.ring.lora_starts.barriers.init(1, 1);
+        memory.ring.lora_items.barriers.init(1, kLoraWarps);
+        memory.ring.lora_starts.barriers.init(1, kLoraWarps);
     }
     barrier_init_fence();
 }

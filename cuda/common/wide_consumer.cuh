@@ -79,7 +79,7 @@ struct WideConsumer {
     // each kind zero for the other's rows; or 16 ranks of down.
     __device__ __forceinline__ uint4 fragment(int step, int blocks) const {
         const uint8_t* mine = memory.stages + cursor.stage * kStageBytes + threadIdx.x / 32 * kFragmentBytes + lane * 8;
-        const int block = IS_DOWN ? 2 * step : step;
+        const int block = step * kStepBlocks;
         const uint2 b = *reinterpret_cast<const uint2*>(mine + block * kTileFragmentBytes);
         if (!IS_DOWN) return uint4{0, b.y, b.x, 0};
         if (block + 1 >= blocks) return uint4{b.x, b.y, 0, 0};
@@ -87,38 +87,38 @@ struct WideConsumer {
         return uint4{b.x, b.y, next.x, next.y};
     }
     // Half a step has no second column: its zeros meet the first one again.
-    __device__ __forceinline__ uint64_t step_columns(int step, int columns) const {
+    __device__ __forceinline__ uint64_t step_columns(int step, int blocks) const {
         const uint32_t first = stage_address() + kWeightBytes + step * kColumnsPerStep * kColumnBytes;
-        return column_descriptor(first, (step + 1) * kColumnsPerStep <= columns ? kColumnBytes : 0);
+        return column_descriptor(first, (step + 1) * kStepBlocks <= blocks ? kColumnBytes : 0);
     }
-    // sums = B h over the tile's LoRA stages, at full width: few instructions, and one copy of them.
+    // Adds B h of one step, or of two.
+    template <int N, int kSteps>
+    __device__ __forceinline__ void expand_steps(int step, int blocks) {
+        uint4 a[kSteps];
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) a[i] = fragment(step + i, blocks);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) Wgmma<N>::multiply(sums, a[i], step_columns(step + i, blocks), adds || i > 0);
+        adds = true;
+        wgmma_commit();
+        wgmma_wait<0>();
+    }
+    // sums = B h over the tile's LoRA stages, each step as far as it has rows.
     __device__ __forceinline__ void expand() {
         for (bool last = false; !last;) {
             barrier_wait(&memory.ring.full[cursor.stage], cursor.parity);
-            const int blocks = memory.ring.lora[cursor.stage] & (kLastLoraStage - 1);
-            last = memory.ring.lora[cursor.stage] & kLastLoraStage;
-            const int columns = blocks * kProjections;
-            const int steps = ceil_div(columns, kColumnsPerStep);
-            int step = 0;
+            const LoraStage stage = memory.ring.lora[cursor.stage];
+            const int blocks = stage.blocks;
+            last = stage.last;
 #pragma unroll 1
-            for (; step + 1 < steps; step += 2) {
-                const uint4 first = fragment(step, blocks);
-                const uint4 second = fragment(step + 1, blocks);
-                wgmma_fence();
-                Wgmma<MAX_N>::multiply(sums, first, step_columns(step, columns), adds);
-                Wgmma<MAX_N>::multiply(sums, second, step_columns(step + 1, columns), true);
-                adds = true;
-                wgmma_commit();
-                wgmma_wait<0>();
-            }
-#pragma unroll 1
-            for (; step < steps; ++step) {
-                const uint4 a = fragment(step, blocks);
-                wgmma_fence();
-                Wgmma<MAX_N>::multiply(sums, a, step_columns(step, columns), adds);
-                adds = true;
-                wgmma_commit();
-                wgmma_wait<0>();
+            for (int step = 0; step * kStepBlocks < blocks; step += 2) {
+                with_wide_width(step == 0 ? stage.rows[0] : stage.rows[1], [&]<int N>(Width<N>) {
+                    if ((step + 1) * kStepBlocks < blocks)
+                        expand_steps<N, 2>(step, blocks);
+                    else
+                        expand_steps<N, 1>(step, blocks);
+                });
             }
             __syncwarp();
             release(cursor.stage);

@@ -80,11 +80,12 @@ struct WideProducer {
             cursor.advance();
         }
     }
-    // Has the adapters' warp look an item up, if it has adapters' stages at all.
+    // Has the adapters' warps look an item up, if it has adapters' stages at all.
     __device__ __forceinline__ void announce(const TokenTile& tile, int item) {
         if (LORA && lane == 0 && tile.num_groups() != 0) memory.ring.lora_items.tell(told_items, item);
     }
-    // Leaves the ring's next stages to the adapters' warp, as many as the item has; its first 32 groups are the lanes'.
+    // Leaves the ring's next stages to the adapters' warps, as many as the item has; its first 32 groups are the
+    // lanes'.
     __device__ __forceinline__ int pass(const WideSource& source, const Groups& group) {
         const int stages = LORA ? lora_stages(gemm, source.tile, source.row_tile, group) : 0;
         if (stages == 0) return 0;
