@@ -35,7 +35,7 @@ WIDE_PIECE = 64
 WIDE_LORA_WARPS = 3
 """Warps of a wide GEMM with LoRA that bring B and h, a stage each in turn."""
 ANNOUNCEMENT_BYTES = 2 * (8 + 8 + 4)
-"""Shared memory by which a thread of a GEMM tells another warp which items are next."""
+"""Shared memory by which a thread of a GEMM tells other warps which items are next."""
 WIDE_TILES = (128, 160, 256)
 """Tokens that one tile of a wide GEMM can hold; the kernel is specialised for each."""
 WIDE_STAGES = {128: 6, 160: 5, 256: 4}

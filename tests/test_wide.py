@@ -1,5 +1,6 @@
 """What many tokens are run by, without a GPU: tiles, shared memory, launches in order, and what they touch."""
 
+import re
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from fake_layer import FakeLayer, parameters
 from moelet.graphs.buffers import RoutingInput
+from moelet.graphs.compiler import SOURCES
 from moelet.graphs.gemm_config import WIDE_PIECE, WIDE_TILES, wide_config
 from moelet.graphs.geometry import GROUP_ROWS, MLP_TOKENS, NARROW_ROWS, NARROW_SHARE, WIDE_ABOVE, Geometry
 from moelet.graphs.hazards import EdgeKind, find_hazards
@@ -20,6 +22,7 @@ from moelet.graphs.pool import Variant, eager_shapes
 from moelet.graphs.program import Plan
 from moelet.graphs.sort_launches import SORT_WARPS, inverse_of
 from moelet.graphs.wide_launches import WIDE_GATHER_BYTES, WIDE_PARTS, WIDE_SHRINK_BYTES, WIDE_SHRINK_THREADS
+from moelet.layer.layout import round_up
 from moelet.layer.spec import LayerSpec
 from ordering import labelled, ordering_edges
 from pointers import pointed_at
@@ -127,6 +130,17 @@ def test_the_gemm_asks_for_the_shared_memory_that_it_carves_up(
     defines = defines_of(wide_gemm(config, epilogue, lora=lora))
     check(tmp_path, constants_of("common/wide_block.cuh", "struct WideMemory {"), asserts, defines)
     assert asked <= HOPPER_SHARED_BYTES < 2 * asked, "one block an SM, and no more"
+
+
+def test_no_width_reaches_further_than_h_is_cleared() -> None:
+    """The adapters' warps clear rows up to the next multiple of ``kWidthStep`` behind those that a step is for."""
+    source = (SOURCES / "common" / "wide_consumer.cuh").read_text()
+    ladder = re.findall(r"if \(num_rows > (\d+)\) return run\(Width<(\d+)>", source)
+    widths = sorted(int(width) for _, width in ladder)
+    assert [int(least) for least, _ in reversed(ladder)] == [32, *widths[:-1]]
+    [step] = re.findall(r"kWidthStep = (\d+);", (SOURCES / "common" / "wide_block.cuh").read_text())
+    for rows in range(1, WIDE_TILES[-1] + 1):
+        assert next(width for width in (32, *widths) if width >= rows) <= round_up(rows, int(step))
 
 
 @pytest.mark.parametrize("tile", WIDE_TILES)

@@ -1,5 +1,5 @@
 // A ring of stages in shared memory: the barriers that tell full ones from empty ones, and a place among them. A short
-// one of numbers, by which a thread tells another warp what is next.
+// one of numbers, by which a thread tells other warps what is next.
 #pragma once
 
 #include "common/barrier.cuh"
@@ -32,7 +32,7 @@ struct Cursor {
     }
 };
 
-// What a thread tells another warp.
+// What a thread tells other warps, each of which hears every number.
 struct Announcements {
     Barriers<2> barriers;
     int item[2];

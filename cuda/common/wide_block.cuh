@@ -27,16 +27,17 @@ constexpr int kStagingBytes = IS_DOWN ? 2 * kPiece * kBlockBytes : MAX_N * kBloc
 // A LoRA stage holds columns of h, [MAX_N, 8] each, and of as many ranks the row tile's fragments of B.
 constexpr int kProjections = IS_DOWN ? 1 : 2;
 constexpr int kColumnBytes = MAX_N * kHRowBytes;
-constexpr int kColumns = 8;
+constexpr int kColumns = 8;                                  // of a stage
 constexpr int kColumnsPerStep = 2;                           // 16 elements along K
-constexpr int kLoraBlocks = kColumns / kProjections;         // of eight ranks, of a stage
-constexpr int kStepBlocks = kColumnsPerStep / kProjections;  // of a step
-constexpr int kStepPairs = kColumns / kColumnsPerStep / 2;   // steps that are multiplied together
+constexpr int kLoraBlocks = kColumns / kProjections;         // blocks of ranks in a stage
+constexpr int kStepBlocks = kColumnsPerStep / kProjections;  // and in a step
+constexpr int kStepPairs = kColumns / kColumnsPerStep / 2;   // pairs of steps, which are multiplied together
 static_assert(kColumns * kColumnBytes <= kTokenBytes && kLoraBlocks * kTileFragmentBytes <= kWeightBytes);
+static_assert(kStepPairs == 2 && kLoraWarps <= STAGES && MAX_N % 32 == 0);
 constexpr int kFullArrivals = 1 + LORA;
 
-// What a LoRA stage holds: so many blocks of ranks; for each pair of its steps, the rows behind which h is zero; and
-// whether it is the tile's last one.
+// What a LoRA stage holds: so many blocks of ranks; how many of the tile's rows each pair of its steps is multiplied
+// over, h being undefined behind the instruction that holds those; and whether it is the tile's last one.
 struct alignas(8) LoraStage {
     int16_t rows[kStepPairs];
     int16_t blocks;
@@ -64,7 +65,7 @@ struct WideMemory {
     WideRing& ring;
 };
 
-constexpr int kWidthStep = 32;  // tokens that the consumers' widths differ by at the most
+constexpr int kWidthStep = 32;  // tokens by which the widths of `with_wide_width` differ at the most
 
 // Where everything lies in a block's shared memory; the twin of GemmConfig.shared_bytes in graphs/gemm_config.py.
 __device__ __forceinline__ WideMemory carve(uint8_t* shared) {

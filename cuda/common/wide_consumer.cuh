@@ -5,7 +5,8 @@
 #include "common/wgmma.cuh"
 #include "common/wide_block.cuh"
 
-// Calls `run` with the smallest width that holds `num_rows` tokens.
+// Calls `run` with the smallest width that holds `num_rows` tokens, which are at the most so many as the next multiple
+// of kWidthStep.
 template <typename Run>
 __device__ __forceinline__ void with_wide_width(int num_rows, Run run) {
 #if MAX_N > 160

@@ -24,23 +24,23 @@ __device__ __forceinline__ int lora_stages(const Gemm& gemm, const TokenTile& ti
 
 // One of kLoraWarps; its lanes go together. It hears of an item ahead, looks its adapters up, and when it is told where
 // their stages begin fills those that are its own. The warp that brings weights passes over them, and none is full
-// before it has. Stages of more than a round of the ring are all the first warp's: another one, ahead of it, could take
-// the parity of a stage that has not been filled yet for that of the round before.
+// before it has. Stages of more than a round of the ring are all the first warp's: one that leaves stages out knows of
+// their release in the round before by the order alone in which the consumers' arrivals come from the other block.
 struct WideLoraProducer {
     const Gemm& gemm;
     const WideMemory& memory;
     Cursor<STAGES> cursor;
     Cursor<2> heard_items;
     Cursor<2> heard_starts;
-    int reached = -1;   // of an item's stages, by the cursor; none before it is told where they begin
+    int reached = -1;   // which of the item's stages the cursor stands at; -1 until told where the first one is
     bool waits = true;  // for the kernel before, which made h
     const uint64_t policy = evict_first_policy();
     const int lane = threadIdx.x % 32;
     const int warp = (threadIdx.x - kConsumers) / 32 - 1;
     const int rank = cluster_rank();
 
-    // The rows that a pair of steps is for, whose entry is this lane's: its groups' and those before. All rows for the
-    // `first` one of a tile, with which the sums begin.
+    // How many rows the pair of steps of this lane's entry is multiplied over: up to the last row of its groups, and
+    // all for the `first` pair of a tile, with which the sums begin.
     __device__ __forceinline__ int rows_of(const Groups& group, int entries, int num_rows, bool first) const {
         int rows = lane < entries ? group.last_row : 0;
 #pragma unroll
@@ -59,7 +59,7 @@ struct WideLoraProducer {
         barrier_wait(&memory.ring.empty[cursor.stage], cursor.parity ^ 1);
     }
     // Stage number `stage`: lane i < `entries` brings `group`'s block `block` of ranks, B's fragments and h of the
-    // group's rows. All clear the rows of other groups while those copies are under way.
+    // group's rows. All lanes clear the rows of other groups while those copies are under way.
     __device__ __forceinline__ void load_stage(int stage, const Groups& group, int block, int entries,
                                                const TokenTile& tile, int item, bool last) {
         const bool mine = lane < entries;
@@ -116,7 +116,7 @@ struct WideLoraProducer {
     // this lane's of the first 32.
     __device__ __forceinline__ void load_groups(const TokenTile& tile, int row_tile, Groups group, int item) {
         const int num_groups = tile.num_groups();
-        const int warps = lora_stages(gemm, tile, row_tile, group) <= STAGES ? kLoraWarps : 1;
+        const int takers = lora_stages(gemm, tile, row_tile, group) <= STAGES ? kLoraWarps : 1;
         int stage = 0;
         for (int batch = 0; batch < num_groups; batch += 32) {
             if (batch > 0) group = Groups(gemm, tile, row_tile, batch + lane);
@@ -124,13 +124,13 @@ struct WideLoraProducer {
             const int total = __shfl_sync(~0u, end, 31);
             const bool last_batch = batch + 32 >= num_groups;
             for (int entry = 0; entry < total; entry += kLoraBlocks, ++stage) {
-                if (stage % warps != warp) continue;
+                if (stage % takers != warp) continue;
                 const int owner = lane_that_has(entry + lane, end, num_groups - batch);
                 const int block = entry + lane - __shfl_sync(~0u, end - group.rank_blocks, owner);
                 load_stage(stage, group.of_lane(owner), block, min(kLoraBlocks, total - entry), tile, item,
                            last_batch && entry + kLoraBlocks >= total);
             }
-            if (total == 0 && last_batch && stage % warps == warp) load_stage(stage, group, 0, 0, tile, item, true);
+            if (total == 0 && last_batch && stage % takers == warp) load_stage(stage, group, 0, 0, tile, item, true);
         }
     }
     __device__ __forceinline__ void run() {
