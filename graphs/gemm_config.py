@@ -33,7 +33,7 @@ DIRECT_STAGES = 6
 WIDE_PIECE = 64
 """Tokens of a down tile that leave it together."""
 WIDE_LORA_WARPS = 3
-"""Warps of a wide GEMM with LoRA that bring B and h, a stage each in turn."""
+"""Warps of a wide GEMM with LoRA that bring B and h, a stage each in turn, unless an item has more than the ring."""
 ANNOUNCEMENT_BYTES = 2 * (8 + 8 + 4)
 """Shared memory by which a thread of a GEMM tells other warps which items are next."""
 WIDE_TILES = (128, 160, 256)

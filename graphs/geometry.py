@@ -31,8 +31,8 @@ HALVED_ITEMS, LONE_ITEMS = 64, 128
 MLP_TOKENS = 2048
 """Tokens that an expert MLP takes at the most, if they are no more slot rows than ``NARROW_ROWS``."""
 MLP_LOAD, MANY_EXPERTS = {False: (48, 112), True: (64, 72)}, 64
-"""Tokens that an expert has on average then at the most, without adapters and with, of few experts and of
-``MANY_EXPERTS`` or more: of those blocks have so many items that they end together."""
+"""Tokens that an expert has on average then at the most, if more than 64 are given, without adapters and with, of few
+experts and of ``MANY_EXPERTS`` or more here: of those blocks have so many items that they end together."""
 LORA_TILE_ABOVE = 48
 """Tokens that an expert has on average above which tiles are of ``LORA_TILE`` with adapters."""
 HALVES_ABOVE = 256

@@ -15,7 +15,7 @@ Step = Callable[[], None]
 
 
 class Plan(StrEnum):
-    """What runs where; every plan gives the same bits.
+    """What runs where; every plan gives the same bits, but for wide GEMMs with adapters above the decode limit.
 
     ``SINGLE_STREAM``            shrink and expand one after the other, before the GEMM or before finalize
     ``TWO_STREAM``               those of gate_up on the side stream, beside the gate_up GEMM

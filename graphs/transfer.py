@@ -40,7 +40,7 @@ class Transfer:
 def plan_transfer(geometry: Geometry, variant: Variant, arena: Arena, num_tokens: int) -> Transfer:
     """The transfer of ``num_tokens`` tokens, at most those of ``variant``, whose buffers are in ``arena``.
 
-    Kernels for batches without adapters never look at slots, so that those are not sent.
+    Kernels for batches without adapters never look at slots, so that those are not written.
     """
     layout = InputLayout(geometry, variant.num_tokens, variant.routing)
     sizes = {name: layout.bytes_of(name, num_tokens) for name in layout.fields}
