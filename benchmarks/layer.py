@@ -13,10 +13,12 @@ The floor is the bytes of ``floor.py`` at the read bandwidth that a bulk-copy ke
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from moelet.graphs.program import Plan
+from moelet.layer.errors import ConfigurationError
 
 from . import against, options
 from .measurement import LARGEST_ERROR, LayerMeasurement
@@ -59,7 +61,9 @@ def main(arguments: Sequence[str]) -> int:
     chosen = parser().parse_args(arguments)
     options.check(chosen)
     layers = options.chosen_shapes(chosen)
-    earlier = against.read(chosen.against)["rows"] if chosen.against else None
+    earlier = against.read(chosen.against) if chosen.against else None
+    if earlier and chosen.json and chosen.json.resolve() == chosen.against.resolve():
+        raise ConfigurationError(f"--json would write over what --against compares with, {chosen.against}")
     rig = Rig(chosen.gpu)
     results = Results(circumstances("layer", arguments, rig, chosen.commit), chosen.json)
     print(f"{rig.device.name}, read bandwidth {rig.bandwidth * 1e-12:.3f} TB/s, times in us")
@@ -75,18 +79,30 @@ def main(arguments: Sequence[str]) -> int:
     return verdict(results, earlier)
 
 
-def verdict(results: Results, earlier: Sequence[Row] | None) -> int:
-    """The exit code, with a line on stderr for each row behind it."""
-    complaints = [
-        f"wrong output: {against.named(row)}: error {row['error']}, at most {LARGEST_ERROR} is right"
-        + ("" if row["repeatable"] else "; replays differ")
-        for row in results.wrong
-    ]
-    if earlier is not None:
-        complaints += [f"slower: {sentence}" for sentence in against.slower(results.all_rows, earlier)]
-    for complaint in complaints:
-        print(complaint, file=sys.stderr)
-    return 1 if complaints else 0
+def verdict(results: Results, earlier: Mapping[str, Any] | None) -> int:
+    """The exit code, with a line on stderr for each row behind it. Raises ``ConfigurationError`` where nothing was
+    measured, or none of it is in ``earlier``."""
+    if not results.all_rows:
+        raise ConfigurationError("nothing was measured: there are fewer tokens than --adapters")
+    for row in results.wrong:
+        differ = "" if row["repeatable"] else "; replays differ"
+        error = f"error {row['error']}, at most {LARGEST_ERROR} is right"
+        print(f"wrong output: {against.named(row)}: {error}{differ}", file=sys.stderr)
+    slower = told(results, earlier) if earlier else []
+    return 1 if results.wrong or slower else 0
+
+
+def told(results: Results, earlier: Mapping[str, Any]) -> list[str]:
+    """The rows that are slower than in an earlier report, told on stderr with what was not compared."""
+    if earlier.get("gpu") != results.head["gpu"]:
+        print(f"the earlier result is of another GPU: {earlier.get('gpu')}", file=sys.stderr)
+    comparison = against.compare(results.all_rows, earlier["rows"])
+    for sentence in comparison.slower:
+        print(f"slower: {sentence}", file=sys.stderr)
+    for name in comparison.alone:
+        print(f"not in the earlier result: {name}", file=sys.stderr)
+    print(f"{comparison.compared} of {len(results.all_rows)} rows compared with {earlier.get('date')}")
+    return comparison.slower
 
 
 if __name__ == "__main__":

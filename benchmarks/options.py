@@ -35,8 +35,8 @@ def run(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> in
 
 
 def counts(text: str) -> list[int]:
-    """``1,4,16``: whole numbers above 0."""
-    return _whole_numbers(text, 1)
+    """``1,4,16``: whole numbers above 0, each once."""
+    return list(dict.fromkeys(_whole_numbers(text, 1)))
 
 
 def ranks(text: str) -> list[int]:
@@ -51,7 +51,19 @@ def adapter_counts(text: str) -> list[int | str]:
 
 def replays(text: str) -> int:
     """A number of replays that has deciles."""
-    return _whole_numbers(text, 3)[0]
+    found = _whole_numbers(text, 3)
+    if len(found) > 1:
+        raise argparse.ArgumentTypeError(f"expected one number, got {text!r}")
+    return found[0]
+
+
+def result_file(text: str) -> Path:
+    """Where results can be written: nothing yet, or a file, in a folder that there is or can be."""
+    path = Path(text)
+    above = next((each for each in path.absolute().parents if each.exists()), path)
+    if path.is_dir() or not above.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file to write, got {text!r}")
+    return path
 
 
 def _whole_numbers(text: str, least: int) -> list[int]:
@@ -98,7 +110,7 @@ def run_options(parser: argparse.ArgumentParser, *, tokens: Sequence[int], timed
     else:
         parser.set_defaults(sets=1)
     group.add_argument("--gpu", type=int, default=0, metavar="N", help="which GPU (0)")
-    group.add_argument("--json", type=Path, metavar="PATH", help="one file for all results (by date and shape)")
+    group.add_argument("--json", type=result_file, metavar="PATH", help="one file for all results (by date and shape)")
     group.add_argument("--commit", help="what to record as the commit where this is no git checkout")
 
 

@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import torch
 
@@ -39,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=options.replays, default=15, help="in which both take turns (15)")
     made.add_argument("--calls", type=options.replays, default=200, help="of each in a round (200)")
     made.add_argument("--seconds", type=float, default=0.5, help="of throughput in a round (0.5)")
-    made.add_argument("--json", type=Path, metavar="PATH", help="where to write (by date and shape)")
+    made.add_argument("--json", type=options.result_file, metavar="PATH", help="where to write (by date and shape)")
     made.add_argument("--commit", help="what to record as the commit where this is no git checkout")
     return made
 

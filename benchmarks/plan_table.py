@@ -31,14 +31,20 @@ def plan_table(folder: Path = RESULTS) -> list[dict[str, Any]]:
 
 
 def compared(report: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, float]]]:
-    """(shape, tokens, µs by plan) of a report's uniform per-expert LoRA rows that have more than one plan."""
-    rows = [row for row in report["rows"] if report["kind"] == "layer" and row["rank"] and not row["wrong"]]
+    """(shape, tokens, µs by plan) of a report's uniform per-expert LoRA rows that have more than one plan: the mean
+    over the ranks and adapters at which every one of these plans was measured, and right. None where none are."""
+    rows = [row for row in report["rows"] if report["kind"] == "layer" and row["rank"]]
     rows = [row for row in rows if row["routing"] == "uniform" and row["layout"] == "per_expert"]
     for shape, tokens in dict.fromkeys((row["shape"], row["tokens"]) for row in rows if row["shape"] in SHAPES):
         mine = [row for row in rows if (row["shape"], row["tokens"]) == (shape, tokens)]
         plans = dict.fromkeys(row["plan"] for row in mine)
-        if len(plans) > 1:
-            yield shape, tokens, {plan: round(fmean(r["us"] for r in mine if r["plan"] == plan), 1) for plan in plans}
+        times: dict[tuple[int, int | str], dict[str, float]] = {}
+        for row in mine:
+            if not row["wrong"]:
+                times.setdefault((row["rank"], row["adapters"]), {})[row["plan"]] = row["us"]
+        whole = [each for each in times.values() if len(each) == len(plans)]
+        if len(plans) > 1 and whole:
+            yield shape, tokens, {plan: round(fmean(each[plan] for each in whole), 1) for plan in plans}
 
 
 def written(table: list[dict[str, Any]]) -> str:

@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--adapters", type=int, default=32, help="names that are loaded and replaced (32)")
     made.add_argument("--slots", type=int, default=8, help="adapter slots of the engine (8)")
     made.add_argument("--changers", type=int, default=4, help="clients that load and unload (4)")
-    made.add_argument("--json", type=Path, metavar="PATH", help="where to write (by date and device)")
+    made.add_argument("--json", type=options.result_file, metavar="PATH", help="where to write (by date and device)")
     made.add_argument("--commit", help="what to record as the commit where this is no git checkout")
     return made
 

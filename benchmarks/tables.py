@@ -24,13 +24,18 @@ from .report import RESULTS, ROOT, Row, measuring
 
 FILES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 REGION = re.compile(r"(<!-- bench:start (\S+) -->\n).*?(<!-- bench:end -->)", re.S)
+MARK = "<!-- bench:"
 NAME = re.compile(r"(layer|kernels|counters|host|overhead)-(.+?)(?:-(zipf|eight|ranks))?")
 NO_RESULT = "No result yet."
 DASH = "–"
 
 
 def rewritten(text: str, folder: Path = RESULTS) -> str:
-    """``text`` with every region as the results in ``folder`` say. Raises ``ConfigurationError`` for a wrong name."""
+    """``text`` with every region as the results in ``folder`` say. Raises ``ConfigurationError`` for a wrong name, or a
+    region that does not end before the next one begins."""
+    whole = [match for match in REGION.finditer(text) if match[0].count(MARK) == 2]
+    if text.count(MARK) != 2 * len(whole):
+        raise ConfigurationError(f"of {text.count(MARK)} marks of regions only {2 * len(whole)} are in pairs")
 
     def region(match: re.Match[str]) -> str:
         return f"{match[1]}{content(match[2], folder)}\n{match[3]}"
@@ -264,6 +269,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = options.Parser(prog="moelet bench tables", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=False, help="change nothing")
     chosen = parser.parse_args(arguments)
+    if not RESULTS.is_dir():
+        raise ConfigurationError(f"there is no folder of results, {RESULTS}")
     found = stale()
     for path, text in found.items():
         if not chosen.check:

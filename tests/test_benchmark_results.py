@@ -28,18 +28,34 @@ def row(tokens: int = 64, fraction: float = 0.9, **other: Any) -> dict[str, Any]
 def test_only_what_is_over_three_percent_slower_is_told() -> None:
     earlier = [row(1, 0.60), row(16, 0.80), row(64, 0.90), row(64, 0.85, plan="two_stream"), row(256, 0.9)]
     now = [row(1, 0.60 / 1.029), row(16, 0.80 / 1.031), row(64, 0.95), row(64, 0.5, plan="two_stream", rank=8)]
-    (sentence,) = against.slower(now, earlier)
+    (sentence,), compared, (alone,) = against.compare(now, earlier)
     assert "T=16 " in sentence
     assert "+3.1% time" in sentence
+    assert (compared, "two_stream" in alone) == (3, True)
     # a memory that is slower for both is no slower layer: time and floor grow alike
-    assert against.slower([row(us=560.0, floor_us=504.0)], [row()]) == []
-    with pytest.raises(ConfigurationError, match="nothing can be compared"):
-        against.slower([row(2)], earlier)
+    assert against.compare([row(us=560.0, floor_us=504.0)], [row()]).slower == []
+    for nothing in ([row(2)], [row(1, wrong=True)], [row(1, 0.0)], [row(1, weight_bytes=115, lora_bytes=0)]):
+        with pytest.raises(ConfigurationError, match="nothing can be compared"):
+            against.compare([row(1, weight_bytes=98, lora_bytes=0)], nothing)
+
+
+def test_a_plan_chosen_anew_is_compared_with_the_one_before() -> None:
+    earlier = [row(plan="fused")]
+    (sentence,), _, _ = against.compare([row(fraction=0.09)], earlier)
+    assert "single_stream: 9.0% of the floor's speed, 90.0% before by fused" in sentence
+    # but not where there is a choice of which it might be
+    assert against.compare([row(), row(plan="two_stream")], [*earlier, row()]).alone == [
+        "qwen3-30b-a3b T=64 uniform, base, two_stream"
+    ]
+    assert against.compare([row(fraction=0.0)], [row()]).slower
 
 
 def test_what_is_no_result_is_said(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    for text in ("{", "[]", "{}", '{"rows": 3}'):
+    whole = {"shape": "a", "plan": "fused", "routing": "uniform"}
+    rows = [1, {}, {**whole, "fraction": "0.9"}, {**whole, "fraction": math.nan}, {**whole, "fraction": None}]
+    broken = [json.dumps({"kind": "layer", "rows": [each]}) for each in rows]
+    for text in ("{", "[]", "{}", '{"rows": 3}', '{"kind": "host", "rows": []}', *broken, "[" * 100_000):
         path.write_text(text)
         with pytest.raises(ConfigurationError, match=r"result\.json"):
             against.read(path)
@@ -167,6 +183,26 @@ def test_tables_hold_the_newest_right_results(results: Path) -> None:
     assert tables.content("layer-mixtral-8x7b", results) == tables.NO_RESULT
     with pytest.raises(ConfigurationError, match="shape-x"):
         tables.content("shape-x", results)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- bench:start layer-mixtral-8x7b -->\nprose\n<!-- bench:start host-mixtral-8x7b -->\n<!-- bench:end -->\n",
+        "<!-- bench:start layer-mixtral-8x7b -->\n<!-- bench:end -->\n<!-- bench:start host-mixtral-8x7b -->\n",
+        "<!-- bench:start  layer-mixtral-8x7b -->\n<!-- bench:end -->\n",
+    ],
+)
+def test_marks_without_a_partner_are_said(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="marks of regions"):
+        tables.rewritten(text, tmp_path)
+
+
+def test_a_result_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for text in ("{", "3", "null"):
+        (tmp_path / "broken.json").write_text(text)
+        with pytest.raises(ConfigurationError, match=r"broken\.json"):
+            newest("layer", "mixtral-8x7b", folder=tmp_path)
 
 
 def test_tables_of_the_host_path_tell_where_hidden_states_were(tmp_path: Path) -> None:

@@ -178,7 +178,29 @@ def test_slower_than_before(fake: BenchDriver, tmp_path: Path, capsys: pytest.Ca
     assert run(tmp_path, *arguments, "--against", str(same))[0] == 0
     capsys.readouterr()
     assert run(tmp_path, *arguments, "--against", str(better))[0] == 1
-    assert capsys.readouterr().err.startswith(f"slower: {SHAPE} T=3 uniform, base, fused: ")
+    told = capsys.readouterr()
+    assert told.err.startswith(f"slower: {SHAPE} T=3 uniform, base, fused: ")
+    assert "2 of 2 rows compared" in told.out
+    earlier |= {"rows": earlier["rows"][:1], "gpu": "another"}
+    same.write_text(json.dumps(earlier))
+    assert run(tmp_path, *arguments, "--against", str(same))[0] == 0
+    told = capsys.readouterr()
+    assert "1 of 2 rows compared" in told.out
+    assert "of another GPU: another" in told.err
+    assert f"not in the earlier result: {SHAPE} T=3 uniform, base, fused" in told.err
+
+
+def test_a_result_is_not_compared_with_what_it_replaces(fake: BenchDriver, tmp_path: Path) -> None:
+    arguments = ["layer", "--tokens", "2,2", "--ranks", "0", "--no-check"]
+    _, earlier = run(tmp_path, *arguments)
+    assert len(earlier["rows"]) == 1, "a token count is measured once"
+    assert run(tmp_path, *arguments, "--against", str(tmp_path / "result.json")) == (2, earlier)
+
+
+def test_nothing_measured_is_no_success(fake: BenchDriver, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--tokens", "1", "--ranks", "8", "--adapters", "2", "--json", str(tmp_path / "result.json")]
+    assert main(["layer", *NUMBERS, *FEW, *few]) == 2
+    assert "nothing was measured" in capsys.readouterr().err
 
 
 BASE_KERNELS = ["sort", "expert_mlp", "finalize"]

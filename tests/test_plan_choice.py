@@ -51,13 +51,28 @@ def test_the_shipped_table_holds_plans_and_layers() -> None:
 
 
 def row(plan: str, us: float, **other: Any) -> dict[str, Any]:
-    common = {"shape": "mixtral-8x7b", "tokens": 4, "routing": "uniform", "plan": plan, "us": us, "rank": 16}
+    common = {
+        "shape": "mixtral-8x7b",
+        "tokens": 4,
+        "routing": "uniform",
+        "plan": plan,
+        "us": us,
+        "rank": 16,
+        "adapters": 1,
+    }
     return {**common, "layout": "per_expert", "wrong": False, **other}
 
 
 def test_a_report_of_several_plans_is_compared() -> None:
-    rows = [row("fused", 10.0), row("fused", 12.0), row("two_stream", 12.0), row("two_stream", 13.0)]
+    rows = [row(plan, us, adapters=n) for plan, us, n in (("fused", 10.0, 1), ("fused", 12.0, 4))]
+    rows += [row("two_stream", 12.0), row("two_stream", 13.0, adapters=4)]
     more = [row("fused", 5.0, rank=0), row("fused", 1.0, wrong=True), row("fused", 1.0, layout="shared_outer")]
     report = {"kind": "layer", "rows": [*rows, *more, row("fused", 9.0, tokens=8)]}
     assert list(plan_table.compared(report)) == [("mixtral-8x7b", 4, {"fused": 11.0, "two_stream": 12.5})]
+    # a run broken off, or with a wrong row, is compared as far as all plans go
+    unequal = [row("fused", 300.0), row("fused", 400.0, adapters=4), row("two_stream", 330.0)]
+    for end in ([], [row("two_stream", 410.0, adapters=4, wrong=True)]):
+        report = {"kind": "layer", "rows": [*unequal, *end]}
+        assert list(plan_table.compared(report)) == [("mixtral-8x7b", 4, {"fused": 300.0, "two_stream": 330.0})]
+    assert list(plan_table.compared({"kind": "layer", "rows": unequal[1:]})) == []
     assert plan_table.written([{"a": 1}, {"b": 2}]) == '[\n{"a": 1},\n{"b": 2}\n]\n'
