@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from moelet.graphs.driver import USE_CPU
 from moelet.graphs.program import Plan
@@ -19,6 +19,9 @@ NUMBERED = ("num_experts", "top_k", "hidden_size", "intermediate_size")
 
 class Parser(argparse.ArgumentParser):
     """A parser whose complaints are ``ConfigurationError``, as those of everything else are."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)  # results keep the command, less some options by their names
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(message)

@@ -29,7 +29,7 @@ SMI_FIELDS = {
     "power.limit": "power_limit",
     "power.draw": "power_draw",
 }
-APART = ("--json", "--folder", "--ncu", "--commit")
+APART = ("--json", "--folder", "--ncu", "--commit", "--against")
 """Options that say where something lies, or which commit it is of."""
 Row = dict[str, Any]
 
@@ -76,19 +76,23 @@ def cpu_model() -> str:
 
 def measuring(arguments: Sequence[str]) -> list[str]:
     """The arguments less those of ``APART``, which are no part of how a result was measured."""
-    kept = list(arguments)
-    for name in APART:
-        if name in kept:
-            place = kept.index(name)
-            del kept[place : place + 2]
-    return [argument for argument in kept if argument.split("=")[0] not in APART]
+    kept = []
+    given = iter(arguments)
+    for argument in given:
+        if argument in APART:
+            next(given, None)
+        elif argument.split("=")[0] not in APART:
+            kept.append(argument)
+    return kept
 
 
 def git_commit() -> str:
     """The commit of this checkout, ``+changes`` behind it where code differs from it; ``unknown`` outside of git."""
     try:
         commit = _output("git", "rev-parse", "HEAD")
-        changed = _output("git", "status", "--porcelain", "--", "*.py", "*.cu", "*.cuh", "pyproject.toml")
+        changed = _output(
+            "git", "status", "--porcelain", "--", "*.py", "*.cu", "*.cuh", "graphs/*.json", "pyproject.toml"
+        )
         return commit + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

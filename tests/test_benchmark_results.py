@@ -99,7 +99,21 @@ def test_results_are_written_row_by_row(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_command_is_told_without_what_only_its_place_and_commit_were() -> None:
-    given = ["--tokens", "1,4", "--commit", "abc", "--json=x", "--folder", "y", "--no-check"]
+    given = [
+        "--tokens",
+        "1,4",
+        "--commit",
+        "abc",
+        "--json=x",
+        "--folder",
+        "y",
+        "--json",
+        "a",
+        "--json",
+        "b",
+        "--no-check",
+    ]
+    given += ["--against", "z"]
     assert report.measuring(given) == ["--tokens", "1,4", "--no-check"]
 
 

@@ -192,6 +192,7 @@ def test_layers_by_name_and_by_numbers() -> None:
         (["layer", "--replays", "1"], ("--replays", "'1'")),
         (["layer", "--top-k", "2"], ("--num-experts",)),
         (["layer", "--against", "/absent.json"], ("/absent.json",)),
+        (["layer", "--js", "a"], ("--js",)),
         (["layer", "--replays", "3,99"], ("--replays", "'3,99'")),
         (["layer", "--json", "/"], ("--json", "'/'")),
         (["layer", "--json", ""], ("--json", "''")),
