@@ -7,6 +7,7 @@ import platform
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import chain, count
@@ -122,13 +123,14 @@ class Results:
         self.notes: Row = {}
         self._given = path
         self._path = path
+        self._shape = ""
         self._rows: list[Row] = []
         self._peers: list[Row] = []
 
     def start(self, shape: str) -> None:
         """What follows is of ``shape``."""
         if self._given is None:
-            self._path = result_path(self.head, shape)
+            self._path, self._shape = None, shape
             self._rows, self._peers = [], []
 
     def add(self, row: Row) -> None:
@@ -138,7 +140,8 @@ class Results:
         else:
             self._rows.append(row)
             self.all_rows.append(row)
-        assert self._path is not None
+        if self._path is None:
+            self._path = result_path(self.head, self._shape)
         write(self._path, {**self.head, **self.notes, "rows": self._rows, "peers": self._peers})
 
     @property
@@ -154,9 +157,15 @@ def result_path(report: Mapping[str, Any], shape: str) -> Path:
 
 
 def unused(path: Path) -> Path:
-    """``path``, or the first with a number behind its name that nothing has yet: no result is written over."""
+    """``path``, or the first with a number behind its name that nothing has yet, from now on an empty file: no result
+    is written over, not by runs that began together either."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     numbered = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
-    return next(each for each in chain([path], numbered) if not each.exists())
+    for each in chain([path], numbered):
+        with suppress(FileExistsError):
+            each.touch(exist_ok=False)
+            break
+    return each
 
 
 def write(path: Path, report: Mapping[str, Any]) -> None:

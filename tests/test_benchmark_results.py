@@ -98,6 +98,18 @@ def test_results_are_written_row_by_row(tmp_path: Path, monkeypatch: pytest.Monk
     ]
 
 
+def test_runs_that_began_together_write_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    head = {"kind": "layer", "date": "2030-01-02T03:04:05+00:00"}
+    both = [report.Results(head, None) for _ in range(2)]
+    for each in both:
+        each.start("one")
+    for tokens, each in enumerate(both, 1):
+        each.add(row(tokens))
+    written = [json.loads(path.read_text())["rows"] for path in sorted((tmp_path / "results").iterdir())]
+    assert sorted(rows[0]["tokens"] for rows in written) == [1, 2]
+
+
 def test_a_command_is_told_without_what_only_its_place_and_commit_were() -> None:
     given = [
         "--tokens",
