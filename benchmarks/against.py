@@ -1,6 +1,5 @@
 """Results held against earlier ones, in the terms of each run: time over what its bytes take at its own bandwidth."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,6 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moelet.layer.errors import ConfigurationError
+
+from . import report
+from .report import Row
 
 MOST_SLOWER = 1.03
 WORKLOAD = ("shape", "tokens", "routing", "rank", "adapters", "layout", "slot_rank")
@@ -24,19 +26,16 @@ class Comparison(NamedTuple):
     alone: list[str]
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> Row:
     """A report of ``moelet bench layer``. Raises ``ConfigurationError`` where there is none."""
-    try:
-        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{path} is no result that can be read: {error}") from error
-    if not isinstance(report, dict) or not isinstance(report.get("rows"), list):
+    found = report.read(path)
+    if not isinstance(found.get("rows"), list):
         raise ConfigurationError(f"{path} is no result of moelet bench: it has no rows")
-    if report.get("kind") != "layer":
-        raise ConfigurationError(f"{path} is of moelet bench {report.get('kind')}, not of layer")
-    if not all(isinstance(row, dict) and _is_whole(row) for row in report["rows"]):
+    if found.get("kind") != "layer":
+        raise ConfigurationError(f"{path} is of moelet bench {found.get('kind')}, not of layer")
+    if not all(isinstance(row, dict) and _is_whole(row) for row in found["rows"]):
         raise ConfigurationError(f"{path} has a row that says nothing of its layer, plan or speed")
-    return report
+    return found
 
 
 def _is_whole(row: Mapping[str, Any]) -> bool:
@@ -57,16 +56,16 @@ def compare(rows: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str, An
     ``fraction`` is floor over time, the floor being bytes over that run's bandwidth. Raises ``ConfigurationError``
     where no row is in both.
     """
-    right = [row for row in earlier if row["fraction"] > 0 and not row.get("wrong")]
-    of_plan = {(*workload(row), row["plan"]): row for row in right}
-    of_workload = {workload(row): row for row in right}
-    plans, plans_before = (Counter(map(workload, each)) for each in (rows, right))
+    before: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
+    for row in earlier:
+        if row["fraction"] > 0 and not row.get("wrong"):
+            before.setdefault(workload(row), {})[row["plan"]] = row
+    plans = Counter(map(workload, rows))
     slower, alone = [], []
     for row in rows:
-        mine = workload(row)
-        old = of_plan.get((*mine, row["plan"]))
-        if old is None and plans[mine] == plans_before[mine] == 1:
-            old = of_workload[mine]
+        by_plan = before.get(workload(row), {})
+        one_plan = plans[workload(row)] == len(by_plan) == 1
+        old = next(iter(by_plan.values())) if one_plan else by_plan.get(row["plan"])
         if old is None or not _same_bytes(row, old):
             alone.append(named(row))
         elif old["fraction"] > MOST_SLOWER * row["fraction"]:

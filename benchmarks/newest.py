@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moelet.layer.errors import ConfigurationError
-
-from .report import RESULTS, Row
+from .report import RESULTS, Row, read
 
 PEERS = Path(__file__).with_name("peers.json")
 
@@ -35,19 +33,9 @@ class Newest:
 def reports(folder: Path = RESULTS) -> Iterator[Mapping[str, Any]]:
     """Every report of ``moelet bench`` in ``folder``, the newest first. Raises ``ConfigurationError`` for a file there
     that cannot be read."""
-    found = [_read(path) for path in folder.glob("*.json")]
+    found = [read(path) for path in folder.glob("*.json")]
     named = [report for report in found if "kind" in report and report.get("rows")]
     yield from sorted(named, key=lambda report: str(report["date"]), reverse=True)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} is no result that can be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigurationError(f"{path} is no result of moelet bench")
-    return found
 
 
 def newest(

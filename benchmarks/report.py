@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from moelet.graphs.compiler import nvrtc_version
+from moelet.layer.errors import ConfigurationError
 
 from .rig import Rig
 
@@ -166,6 +167,17 @@ def unused(path: Path) -> Path:
             each.touch(exist_ok=False)
             break
     return each
+
+
+def read(path: Path) -> Row:
+    """The JSON object in a file. Raises ``ConfigurationError``, which names the file, where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{path} is no result that can be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{path} is no result of moelet bench")
+    return found
 
 
 def write(path: Path, report: Mapping[str, Any]) -> None:

@@ -56,6 +56,17 @@ def only(spec: LayerSpec, adapter: Adapter, *projections: str) -> Adapter:
     return adapter_of(spec, LayerAdapter(**{name: getattr(layer, name) for name in projections}), adapter.rank)
 
 
+def at_experts(spec: LayerSpec, adapter: Adapter, *experts: int) -> Adapter:
+    """``adapter``, of a layer without shared experts, with a rank at some experts alone."""
+    layer, there = adapter.layers[spec.index], torch.zeros(spec.num_experts, dtype=torch.int32)
+    there[list(experts)] = 1
+    live = there[:, None, None]
+    parts = {
+        name: replace(lora, a=lora.a * live, b=lora.b * live, ranks=lora.ranks * there) for name, lora in layer.items()
+    }
+    return adapter_of(spec, replace(layer, **parts), adapter.rank)
+
+
 def scaled(spec: LayerSpec, adapter: Adapter, factor: float) -> Adapter:
     """``adapter`` with every scaling multiplied: 0 is what alpha 0 makes."""
     layer = adapter.layers[spec.index]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpu_engines import Gpu, GpuLayer, expected, gpu, same_bits
-from lora_cases import of_every_kind, of_rank, only
+from lora_cases import at_experts, of_every_kind, of_rank, only
 from moelet.layer.adapter import Adapter
 from moelet.layer.engine import LayerBatch
 from moelet.layer.spec import LayerSpec, RoutingSpec
@@ -42,23 +42,11 @@ def forwarded(gpu: Gpu, spec: LayerSpec, adapters: Sequence[Adapter | None], bat
     return layer
 
 
-def hollow(spec: LayerSpec, *kept: int) -> Adapter:
-    """An adapter that has a rank at the experts ``kept`` alone."""
-    adapter, there = of_rank(spec, 16), torch.zeros(spec.num_experts, dtype=torch.int32)
-    there[list(kept)] = 1
-    layer_adapter = adapter.layers[spec.index]
-    parts = {
-        name: replace(lora, a=lora.a * there[:, None, None], b=lora.b * there[:, None, None], ranks=lora.ranks * there)
-        for name, lora in layer_adapter.items()
-    }
-    return replace(adapter, layers={spec.index: replace(layer_adapter, **parts)})
-
-
 @pytest.mark.parametrize("without_ranks", [0, 8])
 def test_a_tile_of_more_adapters_than_a_warp_has_lanes(gpu: Gpu, without_ranks: int) -> None:
     """Of an expert's two tiles the second has 40, of which the last 8 may have no rank."""
     kinds = of_every_kind(SMALL)[:-1]
-    adapters = [*kinds * 11][: 77 - without_ranks] + [hollow(SMALL)] * without_ranks
+    adapters = [*kinds * 11][: 77 - without_ranks] + [at_experts(SMALL, of_rank(SMALL, 16))] * without_ranks
     forwarded(gpu, SMALL, adapters, random_batch(SMALL, TOKENS, seed=4, slots=[-1, *range(len(adapters))]))
 
 
@@ -74,7 +62,7 @@ def test_an_expert_of_few_rows_beside_others_of_many(gpu: Gpu, rows: int, lora: 
 
 
 def test_adapters_of_which_none_has_a_rank_at_the_experts_asked_for(gpu: Gpu) -> None:
-    nowhere = hollow(SPARE, 0, 3)
+    nowhere = at_experts(SPARE, of_rank(SPARE, 16), 0, 3)
     batch = random_batch(SPARE, TOKENS, seed=6, slots=[0, 1])
     batch = replace(batch, topk_ids=torch.tensor([[1, 2]], dtype=torch.int32).repeat(TOKENS, 1))
     layer = forwarded(gpu, SPARE, [nowhere, nowhere], batch)
