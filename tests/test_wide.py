@@ -22,7 +22,6 @@ from moelet.graphs.pool import Variant, eager_shapes
 from moelet.graphs.program import Plan
 from moelet.graphs.sort_launches import SORT_WARPS, inverse_of
 from moelet.graphs.wide_launches import WIDE_GATHER_BYTES, WIDE_PARTS, WIDE_SHRINK_BYTES, WIDE_SHRINK_THREADS
-from moelet.layer.layout import round_up
 from moelet.layer.spec import LayerSpec
 from ordering import labelled, ordering_edges
 from pointers import pointed_at
@@ -132,15 +131,13 @@ def test_the_gemm_asks_for_the_shared_memory_that_it_carves_up(
     assert asked <= HOPPER_SHARED_BYTES < 2 * asked, "one block an SM, and no more"
 
 
-def test_no_width_reaches_further_than_h_is_cleared() -> None:
-    """The adapters' warps clear rows up to the next multiple of ``kWidthStep`` behind those that a step is for."""
+def test_every_number_of_rows_has_a_width() -> None:
+    """And a width begins behind the last one, so that none is wider than it must be."""
     source = (SOURCES / "common" / "wide_consumer.cuh").read_text()
     ladder = re.findall(r"if \(num_rows > (\d+)\) return run\(Width<(\d+)>", source)
     widths = sorted(int(width) for _, width in ladder)
     assert [int(least) for least, _ in reversed(ladder)] == [32, *widths[:-1]]
-    [step] = re.findall(r"kWidthStep = (\d+);", (SOURCES / "common" / "wide_block.cuh").read_text())
-    for rows in range(1, WIDE_TILES[-1] + 1):
-        assert next(width for width in (32, *widths) if width >= rows) <= round_up(rows, int(step))
+    assert widths[-1] == WIDE_TILES[-1]
 
 
 @pytest.mark.parametrize("tile", WIDE_TILES)

@@ -65,7 +65,7 @@ struct WideMemory {
     WideRing& ring;
 };
 
-constexpr int kWidthStep = 32;  // tokens by which the widths of `with_wide_width` differ at the most
+constexpr int kHalfWidth = MAX_N / 2;  // the one of two widths of the adapters' products that is not MAX_N
 
 // Where everything lies in a block's shared memory; the twin of GemmConfig.shared_bytes in graphs/gemm_config.py.
 __device__ __forceinline__ WideMemory carve(uint8_t* shared) {

@@ -5,8 +5,7 @@
 #include "common/wgmma.cuh"
 #include "common/wide_block.cuh"
 
-// Calls `run` with the smallest width that holds `num_rows` tokens, which are at the most so many as the next multiple
-// of kWidthStep.
+// Calls `run` with the smallest width that holds `num_rows` tokens.
 template <typename Run>
 __device__ __forceinline__ void with_wide_width(int num_rows, Run run) {
 #if MAX_N > 160
@@ -26,6 +25,13 @@ __device__ __forceinline__ void with_wide_width(int num_rows, Run run) {
     if (num_rows > 64) return run(Width<96>{});
     if (num_rows > 32) return run(Width<64>{});
     run(Width<32>{});
+}
+
+// The same with two widths alone, for which there is less code to be fetched.
+template <typename Run>
+__device__ __forceinline__ void with_half_or_whole(int num_rows, Run run) {
+    if (num_rows > kHalfWidth) return run(Width<MAX_N>{});
+    run(Width<kHalfWidth>{});
 }
 
 struct WideConsumer {
@@ -114,7 +120,7 @@ struct WideConsumer {
             last = stage.last;
 #pragma unroll 1
             for (int step = 0; step * kStepBlocks < blocks; step += 2) {
-                with_wide_width(step == 0 ? stage.rows[0] : stage.rows[1], [&]<int N>(Width<N>) {
+                with_half_or_whole(step == 0 ? stage.rows[0] : stage.rows[1], [&]<int N>(Width<N>) {
                     if ((step + 1) * kStepBlocks < blocks)
                         expand_steps<N, 2>(step, blocks);
                     else

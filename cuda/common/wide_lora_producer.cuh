@@ -88,7 +88,7 @@ struct WideLoraProducer {
         for (int entry = 0; entry < entries; ++entry)
             clear_others(columns + entry * kProjections * kColumnBytes, __shfl_sync(~0u, group.first_row, entry),
                          __shfl_sync(~0u, group.last_row, entry),
-                         min(round_up(__shfl_sync(~0u, rows, entry), kWidthStep), tile.num_rows));
+                         min(round_up(__shfl_sync(~0u, rows, entry), kHalfWidth), tile.num_rows));
         const int later_rows = __shfl_sync(~0u, rows, 2 * kStepBlocks);
         if (lane == 0) {
             memory.ring.item[cursor.stage] = item;
