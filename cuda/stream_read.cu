@@ -15,12 +15,6 @@ constexpr int kConsumer = 32;  // first lane of the second
 
 using Ring = Barriers<STAGES>;
 
-__device__ __forceinline__ uint64_t evict_normal_policy() {
-    uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
 __device__ __forceinline__ void produce(const uint8_t* source, int64_t num_chunks, uint64_t policy, uint8_t* stages,
                                         Ring& ring) {
     Cursor<STAGES> cursor;

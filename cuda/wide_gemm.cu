@@ -10,8 +10,8 @@
 // more warps: B from registers, h with zeros for the rows of other groups. The delta is a part of the fp32 sum and is
 // not rounded by itself.
 //
-// Both outputs are BlockMajorK, [I/64, P, 64] and [H/64, P, 64]. Compile-time: BLOCK_M (128), MAX_N, STAGES, EPILOGUE,
-// LORA.
+// Activations are BlockMajorK, [I/64, P, 64], down outputs rows, [P, H]. Compile-time: BLOCK_M (128), MAX_N, STAGES,
+// EPILOGUE, LORA.
 #include "common/wide_consumer.cuh"
 #include "common/wide_producer.cuh"
 

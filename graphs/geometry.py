@@ -49,6 +49,8 @@ WIDE_ABOVE = 256
 """Tokens above which wide GEMMs are used where experts have enough of them, unless an expert MLP takes them."""
 WIDE_LOAD = {False: (32, 32), True: (96, 64)}
 """Tokens that an expert should have on average for them, as ``MLP_LOAD`` tells the cases apart."""
+WIDE_MARGIN = 1.3
+"""Standard deviations of an expert's tokens, where routing is random, by which a tile holds more than their average."""
 WIDE_SHARES = 64
 """Blocks that sort many slot rows, each a share of them."""
 WIDE_SORT_WARPS, WIDE_TABLE_KEYS = 32, 4096
@@ -268,7 +270,7 @@ class Geometry:
         few = mean_load < WIDE_LOAD[lora][self.experts >= MANY_EXPERTS]
         if few or self.mlp_takes(num_tokens, lora=lora) or not self.counts_keys(num_tokens, lora=lora):
             return None
-        return next((tile for tile in WIDE_TILES if tile >= 1.25 * mean_load), WIDE_TILES[-1])
+        return next((tile for tile in WIDE_TILES if tile >= mean_load + WIDE_MARGIN * mean_load**0.5), WIDE_TILES[-1])
 
     def lora_groups(self, num_tokens: int) -> int:
         """Adapter groups that ``num_tokens`` tokens can make at the most."""

@@ -164,7 +164,7 @@ def _wide(build: _Builder) -> None:
         build.launch(make.wide_shrink(main))
     build.launch(make.down_gemm(main, fused=True))
     build.record(build.events.gemm2_done, main)
-    build.launch(make.wide_finalize(main))
+    build.launch(make.finalize(main, fused=True))
 
 
 def _single_stream(build: _Builder) -> None:

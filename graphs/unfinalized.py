@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ..layer.engine import LayerBatch
-from ..layer.layout import BLOCK_K, from_block_major_k
 from .arena import Arena
 from .buffers import InputLayout
 from .geometry import Geometry
@@ -39,20 +38,11 @@ def read_unfinalized(geometry: Geometry, batch: LayerBatch, runnable: Runnable) 
         rows[adapted] += arena.read("down_delta")[adapted, :hidden].float()
         rows = rows.bfloat16()
     else:
-        rows = down_rows(runnable)[:, :hidden]
+        rows = arena.read("down")[:, :hidden]
     down = torch.zeros_like(rows)
     used = places[places >= 0].long()
     down[used] = rows[used]
     return Unfinalized(down, _weights(geometry, batch, variant, arena), places)
-
-
-def down_rows(runnable: Runnable) -> Tensor:
-    """The down output, bf16 ``[rows, output_stride]`` by permuted row, out of BlockMajorK where wide GEMMs made it."""
-    down = runnable.arena.read("down")
-    if not runnable.wide:
-        return down
-    rows, stride = down.shape
-    return from_block_major_k(down.view(1, -1, rows, BLOCK_K), rows, stride, swizzled=True)[0]
 
 
 def _weights(geometry: Geometry, batch: LayerBatch, variant: Variant, arena: Arena) -> Tensor:

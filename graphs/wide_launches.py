@@ -14,8 +14,6 @@ WIDE_SHRINK_THREADS = 128
 WIDE_GATHER_BYTES, WIDE_SHRINK_BYTES = 3 * (64 + 16 * 8) * 128, 4 * (64 + 8 * 8) * 128
 """Its shared memory: stages of a K-block of 64 rows and of A, 16 columns of it for the first kernel or eight."""
 WIDE_GATHER_WARPS = 4
-WIDE_FINALIZE_BLOCKS = 5
-"""Blocks of ``wide_finalize`` that an SM holds."""
 
 
 class WideLaunches(LoraLaunches):
@@ -140,32 +138,6 @@ class WideLaunches(LoraLaunches):
             reads=frozenset({"input", "act", "tiles", "num_tiles", "groups"}),
             writes=frozenset({"down_h"}),
             label="lora_shrink of down",
-        )
-
-    def wide_finalize(self, stream: Stream) -> PreparedLaunch:
-        """The weighted sum over choices."""
-        geometry = self.geometry
-        return self.kernels.get(kernels.wide_finalize()).prepare(
-            grid=(WIDE_FINALIZE_BLOCKS * self.sm_count, 1, 1),
-            block=(128, 1, 1),
-            stream=stream,
-            arguments={
-                "layer": self.layer,
-                "places": self.buffer("places"),
-                "topk_weights": self.topk_weights,
-                "shared_weights": self.shared_weights,
-                "down": self.buffer("down"),
-                "out": self.buffer("output"),
-                "top_k": int32(geometry.top_k),
-                "num_shared": int32(geometry.num_shared),
-                "hidden_stride": int32(geometry.output_stride),
-                "rows": int32(self.rows),
-            },
-            waits=True,
-            programmatic=True,
-            reads=self.routing_reads | {"places", "shared_weights", "down"},
-            writes=frozenset({"output"}),
-            label="finalize",
         )
 
     @property

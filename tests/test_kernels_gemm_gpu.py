@@ -12,7 +12,6 @@ from torch import Tensor
 from gpu_engines import GPU, Gpu, exact_sums, gpu, same_bits, summed_by_hand
 from moelet.graphs.geometry import token_tile
 from moelet.graphs.program import Plan
-from moelet.graphs.unfinalized import down_rows
 from moelet.layer.layout import block_major_k
 from moelet.layer.spec import LayerSpec
 from oracle import assert_close_to_truth, frobenius_error
@@ -85,7 +84,7 @@ def test_down(gpu: Gpu, tokens: int, shape: int, tile: int, one: bool, apart: bo
     act = normal(torch.Generator().manual_seed(tokens), layer.geometry.rows(shape), SPEC.intermediate_size)
     arena.write("act", block_major_k(act[None], row_tile=8, swizzled=True)[0])
     layer.launch(case.runnable, "down_gemm")
-    stored = arena.read("down_sums") if apart else down_rows(case.runnable)
+    stored = arena.read("down_sums") if apart else arena.read("down")
     truth = per_expert(act[rows.places], layer.weights.down, rows.experts, torch.float64)
     baseline = per_expert(act[rows.places], layer.weights.down, rows.experts, torch.bfloat16)
     value = stored[rows.places, : SPEC.hidden_size]

@@ -73,8 +73,11 @@ def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fa
         (1024, None, None),
         (1152, None, None),
         (1153, None, 128),
-        (1792, None, 160),
-        (1793, 160, 160),
+        (1792, None, 128),
+        (1793, 128, 128),
+        (1856, 160, 160),
+        (2304, 160, 160),
+        (2368, 256, 256),
         (8192, 256, 256),
     ],
 )

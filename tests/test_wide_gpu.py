@@ -19,7 +19,6 @@ from moelet.graphs.buffers import RoutingInput
 from moelet.graphs.gemm_config import WIDE_TILES
 from moelet.graphs.hazards import find_hazards
 from moelet.graphs.program import Plan
-from moelet.graphs.unfinalized import down_rows
 from moelet.layer.adapter import Adapter
 from moelet.layer.layout import block_major_k
 from moelet.layer.spec import LayerSpec, RoutingSpec
@@ -178,7 +177,7 @@ def test_gemms(gpu: Gpu, name: str, tokens: int, one: bool, lora: bool) -> None:
     assert_close_to_truth(act[rows.places], F.silu(exact[0]) * exact[1], F.silu(rounded[0]) * rounded[1])
 
     layer.launch(case.runnable, *["lora_shrink of down"] * lora, "down_gemm")
-    down = down_rows(case.runnable)
+    down = case.runnable.arena.read("down")
     assert_rest_is_poison(down, rows.places)
     assert (down[rows.places, spec.hidden_size :] == 0).all()
     truth, baseline = (

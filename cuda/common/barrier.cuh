@@ -56,6 +56,12 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
     return policy;
 }
 
+__device__ __forceinline__ uint64_t evict_normal_policy() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 // `bytes`, source and destination are multiples of 16; completion is counted on `barrier`.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier,
                                           uint64_t policy) {

@@ -44,19 +44,3 @@ __device__ __forceinline__ void send_int(int* target, int value, uint64_t* barri
                  "r"(value), "r"(cluster_address(barrier, rank))
                  : "memory");
 }
-
-// Starts a copy of `bytes` (a multiple of 16) to global memory, a group of its own among this thread's.
-__device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t bytes) {
-    asm volatile(
-        "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(global),
-        "r"(shared_address(shared)), "r"(bytes)
-        : "memory");
-}
-
-// Waits until all but the latest kInFlight of this thread's copies have read shared memory.
-template <int kInFlight>
-__device__ __forceinline__ void bulk_stores_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kInFlight) : "memory");
-}
-// Waits until this thread's copies are whole.
-__device__ __forceinline__ void bulk_stores_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }

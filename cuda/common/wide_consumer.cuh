@@ -162,36 +162,38 @@ struct WideConsumer {
         }
     }
 
-    // The down rows of this warpgroup's 64 features: a K-block, piece by piece.
+    // The down rows of this warpgroup's 64 features, [P, H], piece by piece: 128 bytes a row.
     __device__ __forceinline__ void store_down(const TokenTile& tile, int row_tile) {
-        uint8_t* staging = memory.staging + warpgroup * kStagingBytes;
+        bf16* staging = reinterpret_cast<bf16*>(memory.staging + warpgroup * kStagingBytes);
+        constexpr int kChunks = kBlockK / kChunk;
         const int feature = down_feature(warp * 16, lane / 4);
-        const bool stores = threadIdx.x % kWarpgroup == 0;
         const int token = lane % 4 * 2;
-        bf16* out =
-            static_cast<bf16*>(gemm.out) + (int64_t(row_tile * 2 + warpgroup) * gemm.rows + tile.first_row) * kBlockK;
+        bf16* out = static_cast<bf16*>(gemm.out) + int64_t(tile.first_row) * gemm.out_stride + row_tile * BLOCK_M +
+                    warpgroup * kBlockK;
+        sync();
 #pragma unroll
         for (int piece = 0; piece < ceil_div(MAX_N, kPiece); ++piece) {
             const int first = piece * kPiece;
             if (first >= tile.num_rows) break;
-            uint8_t* target = staging + piece % 2 * kPiece * kBlockBytes;
-            // The first piece may go where the last one of the tile before has been.
-            if (stores && piece == 0) bulk_stores_read<0>();
-            if (stores && piece > 0) bulk_stores_read<1>();
-            sync();
+            bf16* target = staging + piece % 2 * kPiece * kBlockK;
 #pragma unroll
             for (int j = 0; j < kPiece / 8; ++j)
 #pragma unroll
                 for (int t = 0; t < 2; ++t) {
                     const int i = 4 * (first / 8 + j) + t;
                     if (first + 8 * j < MAX_N)
-                        *reinterpret_cast<uint32_t*>(target + 2 * block_major_offset(8 * j + token + t, feature, 0)) =
+                        *reinterpret_cast<uint32_t*>(target + block_major_offset(8 * j + token + t, feature, 0)) =
                             pack_bf16(sums[i], sums[i + 2]);
                 }
-            async_shared_fence();
             sync();
-            if (stores && row_tile < gemm.row_tiles)
-                bulk_store(out + first * kBlockK, target, min(kPiece, tile.num_rows - first) * kBlockBytes);
+            if (row_tile >= gemm.row_tiles) continue;
+            const int end = min(kPiece, tile.num_rows - first) * kChunks;
+            for (int i = threadIdx.x % kWarpgroup; i < end; i += kWarpgroup) {
+                const int row = i / kChunks;
+                const int chunk = i % kChunks;
+                *reinterpret_cast<uint4*>(out + int64_t(first + row) * gemm.out_stride + chunk * kChunk) =
+                    *reinterpret_cast<const uint4*>(target + row * kBlockK + (chunk ^ (row & 7)) * kChunk);
+            }
         }
     }
 
@@ -215,6 +217,5 @@ struct WideConsumer {
             else
                 store_activation(tile, row_tile);
         }
-        if (IS_DOWN) bulk_stores_wait();
     }
 };

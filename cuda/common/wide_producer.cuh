@@ -34,6 +34,8 @@ struct WideProducer {
     Cursor<2> told_items;
     Cursor<2> told_starts;
     const uint64_t policy = evict_first_policy();
+    // Tokens are read again for each pair of row tiles; with adapters, smaller tiles are faster for letting them go.
+    const uint64_t token_policy = LORA && MAX_N <= 160 ? policy : evict_normal_policy();
     const int lane = threadIdx.x % 32;
     const int rank = cluster_rank();
 
@@ -51,7 +53,7 @@ struct WideProducer {
         if (lane != 0 || source.half_bytes == 0) return;
         bulk_load_to_both(memory.stages + stage * kStageBytes + kWeightBytes + source.half_first,
                           source.tokens + int64_t(block) * gemm.rows * kBlockBytes + source.half_first,
-                          source.half_bytes, &memory.ring.full[stage], policy);
+                          source.half_bytes, &memory.ring.full[stage], token_policy);
     }
     __device__ __forceinline__ void wait_for_stage() {
         barrier_wait(&memory.ring.empty[cursor.stage], cursor.parity ^ 1);
