@@ -127,29 +127,38 @@ def test_activation_adds_the_delta_of_rows_that_have_one(gpu: Gpu) -> None:
     assert_rest_is_poison(stored, rows.places)
 
 
+CHOICES = [(1, 0, False), (4, 150, True), (4, 150, False), (8, 104, True), (10, 0, False)]
+"""(top-k, width of the shared experts, whether they have a gate)."""
+
+
 @pytest.mark.parametrize("apart", [False, True], ids=["whole", "delta apart"])
-@pytest.mark.parametrize(
-    ("top_k", "shared", "gated"), [(1, 0, False), (4, 150, True), (4, 150, False), (8, 104, True), (10, 0, False)]
-)
+@pytest.mark.parametrize(("top_k", "shared", "gated"), CHOICES)
 def test_finalize_sums_in_order(gpu: Gpu, top_k: int, shared: int, gated: bool, apart: bool) -> None:
-    spec = replace(
-        SMALL,
-        num_experts=12,
-        num_local_experts=-1,
-        top_k=top_k,
-        shared_intermediate_size=shared,
-        shared_gated=gated,
-    )
-    layer, tokens, shape = gpu.layer(spec), 50, 64
-    geometry, g = layer.geometry, torch.Generator().manual_seed(top_k)
+    spec = replace(SMALL, num_experts=12, top_k=top_k, shared_intermediate_size=shared, shared_gated=gated)
+    check_finalize(gpu, spec, 50, 64, apart=apart)
+
+
+@pytest.mark.parametrize("hidden", [200, 1024, 2880])
+@pytest.mark.parametrize(("top_k", "shared", "gated"), [*CHOICES, (31, 104, False), (32, 0, False), (65, 150, True)])
+def test_finalize_of_many_tokens_sums_in_order(gpu: Gpu, top_k: int, shared: int, gated: bool, hidden: int) -> None:
+    """By rows in parts of 1024 columns, and by 32 choices at once."""
+    spec = replace(SMALL, num_experts=70, top_k=top_k, shared_intermediate_size=shared, shared_gated=gated)
+    check_finalize(gpu, replace(spec, hidden_size=hidden), 290, 300, apart=False)
+
+
+def check_finalize(gpu: Gpu, spec: LayerSpec, tokens: int, shape: int, *, apart: bool) -> None:
+    layer = gpu.layer(replace(spec, num_local_experts=-1), max_tokens=shape)
+    geometry, g = layer.geometry, torch.Generator().manual_seed(spec.top_k)
     runnable = layer.runnable(shape, Plan.SINGLE_STREAM if apart else Plan.FUSED, apart=True)
-    batch = random_batch(spec, tokens, slots=[0, -1, 1])
+    batch = random_batch(layer.spec, tokens, slots=[0, -1, 1])
     layer.poison()
     layer.send(runnable, batch)
     gpu.streams.synchronize()
     arena, rows, stride = runnable.arena, geometry.rows(shape), geometry.output_stride
     places = torch.randperm(rows, generator=g)[: tokens * geometry.choices].view(tokens, -1).to(torch.int32)
     places[torch.rand(places.shape, generator=g) < 0.2] = -1
+    places[[0, 7]] = -1
+    places[9:12, :32] = -1
     arena.write("places", torch.cat([places.flatten(), torch.full(((shape - tokens) * geometry.choices,), -1).int()]))
     used = places[places >= 0].long()
     sums, delta = torch.full((rows, stride), torch.nan), torch.full((rows, stride), torch.nan).bfloat16()
@@ -168,7 +177,7 @@ def test_finalize_sums_in_order(gpu: Gpu, top_k: int, shared: int, gated: bool, 
     else:
         arena.write("down", down.bfloat16())
     layer.launch(runnable, "finalize")
-    per_token = shared_weights[:tokens, None] if gated else torch.ones(tokens, 1)
+    per_token = shared_weights[:tokens, None] if spec.shared_gated else torch.ones(tokens, 1)
     assert batch.topk_weights is not None
     weights = torch.cat([batch.topk_weights, per_token.expand(-1, geometry.num_shared)], dim=1)
     out = arena.read("output")
