@@ -145,11 +145,6 @@ def finalize(lora: bool) -> Specialisation:
     return Specialisation("finalize.cu", {"LORA": int(lora)})
 
 
-def wide_finalize() -> Specialisation:
-    """The weighted sum over choices of many tokens."""
-    return Specialisation("wide_finalize.cu")
-
-
 def gate(router_fp32: bool, shared_gate: bool) -> Specialisation:
     """Router logits and the shared experts' gate."""
     return Specialisation("gate.cu", {"ROUTER_FP32": int(router_fp32), "SHARED_GATE": int(shared_gate)})
@@ -204,7 +199,7 @@ def for_many() -> list[Specialisation]:
         for lora in (False, True)
     ]
     shrinks = [shrink(tile) for tile in WIDE_TILES for shrink in (wide_gather_shrink, wide_shrink)]
-    return [wide_count(), wide_sort(), wide_gather(), *gemms, *shrinks, wide_finalize()]
+    return [wide_count(), wide_sort(), wide_gather(), *gemms, *shrinks]
 
 
 def all_specialisations() -> list[Specialisation]:

@@ -132,7 +132,7 @@ def _fused(build: _Builder) -> None:
     else:
         _one_by_one(build)
     build.record(build.events.gemm2_done, main)
-    _finalize(build)
+    build.launch(make.finalize(main, fused=True))
 
 
 def _one_by_one(build: _Builder) -> None:
@@ -164,13 +164,7 @@ def _wide(build: _Builder) -> None:
         build.launch(make.wide_shrink(main))
     build.launch(make.down_gemm(main, fused=True))
     build.record(build.events.gemm2_done, main)
-    _finalize(build)
-
-
-def _finalize(build: _Builder) -> None:
-    make, main = build.make, build.main
-    many = make.num_tokens > WIDE_ABOVE
-    build.launch(make.wide_finalize(main) if many else make.finalize(main, fused=True))
+    build.launch(make.finalize(main, fused=True))
 
 
 def _single_stream(build: _Builder) -> None:

@@ -14,10 +14,6 @@ WIDE_SHRINK_THREADS = 128
 WIDE_GATHER_BYTES, WIDE_SHRINK_BYTES = 3 * (64 + 16 * 8) * 128, 4 * (64 + 8 * 8) * 128
 """Its shared memory: stages of a K-block of 64 rows and of A, 16 columns of it for the first kernel or eight."""
 WIDE_GATHER_WARPS = 4
-WIDE_FINALIZE_THREADS, WIDE_FINALIZE_COLUMNS = 160, 1024
-"""Threads of a block of ``wide_finalize``, and columns of a token that they sum at once."""
-WIDE_FINALIZE_BYTES, WIDE_FINALIZE_BLOCKS = 32 * 2 * WIDE_FINALIZE_COLUMNS, 3
-"""Its shared memory, a ring of 32 such parts of rows, and how many an SM holds."""
 
 
 class WideLaunches(LoraLaunches):
@@ -142,35 +138,6 @@ class WideLaunches(LoraLaunches):
             reads=frozenset({"input", "act", "tiles", "num_tiles", "groups"}),
             writes=frozenset({"down_h"}),
             label="lora_shrink of down",
-        )
-
-    def wide_finalize(self, stream: Stream) -> PreparedLaunch:
-        """The weighted sum over choices."""
-        geometry = self.geometry
-        items = self.num_tokens * -(-geometry.output_stride // WIDE_FINALIZE_COLUMNS)
-        early = self.routing_reads | {"places", "shared_weights"}
-        return self.kernels.get(kernels.wide_finalize(), dynamic=True).prepare(
-            grid=(min(items, WIDE_FINALIZE_BLOCKS * self.sm_count), 1, 1),
-            block=(WIDE_FINALIZE_THREADS, 1, 1),
-            dynamic_shared_bytes=WIDE_FINALIZE_BYTES,
-            stream=stream,
-            arguments={
-                "layer": self.layer,
-                "places": self.buffer("places"),
-                "topk_weights": self.topk_weights,
-                "shared_weights": self.shared_weights,
-                "down": self.buffer("down"),
-                "out": self.buffer("output"),
-                "top_k": int32(geometry.top_k),
-                "num_shared": int32(geometry.num_shared),
-                "hidden_stride": int32(geometry.output_stride),
-            },
-            waits=True,
-            programmatic=True,
-            early=early,
-            reads=early | {"down"},
-            writes=frozenset({"output"}),
-            label="finalize",
         )
 
     @property

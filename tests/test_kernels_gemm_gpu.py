@@ -141,7 +141,7 @@ def test_finalize_sums_in_order(gpu: Gpu, top_k: int, shared: int, gated: bool, 
 @pytest.mark.parametrize("hidden", [200, 1024, 2880])
 @pytest.mark.parametrize(("top_k", "shared", "gated"), [*CHOICES, (31, 104, False), (32, 0, False), (65, 150, True)])
 def test_finalize_of_many_tokens_sums_in_order(gpu: Gpu, top_k: int, shared: int, gated: bool, hidden: int) -> None:
-    """By rows in parts of 1024 columns, and by 32 choices at once."""
+    """Of several parts of columns, and of more choices than are summed at once."""
     spec = replace(SMALL, num_experts=70, top_k=top_k, shared_intermediate_size=shared, shared_gated=gated)
     check_finalize(gpu, replace(spec, hidden_size=hidden), 290, 300, apart=False)
 

@@ -21,16 +21,7 @@ from moelet.graphs.planning import plan_memory
 from moelet.graphs.pool import Variant, eager_shapes
 from moelet.graphs.program import Plan
 from moelet.graphs.sort_launches import SORT_WARPS, inverse_of
-from moelet.graphs.wide_launches import (
-    WIDE_FINALIZE_BLOCKS,
-    WIDE_FINALIZE_BYTES,
-    WIDE_FINALIZE_COLUMNS,
-    WIDE_FINALIZE_THREADS,
-    WIDE_GATHER_BYTES,
-    WIDE_PARTS,
-    WIDE_SHRINK_BYTES,
-    WIDE_SHRINK_THREADS,
-)
+from moelet.graphs.wide_launches import WIDE_GATHER_BYTES, WIDE_PARTS, WIDE_SHRINK_BYTES, WIDE_SHRINK_THREADS
 from moelet.layer.spec import LayerSpec
 from ordering import labelled, ordering_edges
 from pointers import pointed_at
@@ -167,15 +158,6 @@ def test_the_shrinks_ask_for_the_shared_memory_that_they_carve_up(
     asserts += [f"kParts == {WIDE_PARTS[tile]}", f"kThreads == {WIDE_SHRINK_THREADS}"]
     asserts += [f"kBlocks * ({asked} + sizeof(Columns) + 1024) <= {HOPPER_SHARED_BYTES + 1024}"]
     check(tmp_path, constants_of(source, 'extern "C"'), asserts, {"MAX_N": tile, "BLOCK_M": 128})
-
-
-def test_the_finalize_asks_for_the_shared_memory_of_its_ring(tmp_path: Path) -> None:
-    asserts = [f"kStages * kRowBytes == {WIDE_FINALIZE_BYTES}", f"kThreads == {WIDE_FINALIZE_THREADS}"]
-    asserts += [f"kPartColumns == {WIDE_FINALIZE_COLUMNS}", "kStages >= 32 && kRowBytes % 128 == 0"]
-    taken = f"({WIDE_FINALIZE_BYTES} + sizeof(Ring) + 1024)"
-    asserts += [f"{WIDE_FINALIZE_BLOCKS} * {taken} <= {HOPPER_SHARED_BYTES + 1024}"]
-    asserts += [f"{WIDE_FINALIZE_BLOCKS + 1} * {taken} > {HOPPER_SHARED_BYTES + 1024}"]
-    check(tmp_path, constants_of("wide_finalize.cu", "struct Job"), asserts)
 
 
 def test_the_sort_asks_for_the_shared_memory_that_it_carves_up(tmp_path: Path) -> None:
