@@ -45,7 +45,9 @@ def parser() -> argparse.ArgumentParser:
     options.run_options(made, tokens=TOKENS, timed=False)
     made.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="compare with float64")
     made.add_argument("--ncu", type=Path, metavar="PATH", help=f"Nsight Compute (that of PATH, or {ncu.USUAL_PLACE})")
-    made.add_argument("--limit-s", type=float, default=LIMIT_S, help=f"longest run of ncu for a shape ({LIMIT_S:.0f})")
+    made.add_argument(
+        "--limit-s", type=options.seconds, default=LIMIT_S, help=f"longest run of ncu for a shape ({LIMIT_S:.0f})"
+    )
     made.add_argument("--folder", type=Path, metavar="DIR", help="keep what ncu wrote there")
     made.add_argument("--reread", action="store_true", help="only read --folder again; needs no GPU")
     return made

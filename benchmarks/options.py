@@ -15,6 +15,9 @@ from . import shapes
 from .workload import ALL, Routing
 
 NUMBERED = ("num_experts", "top_k", "hidden_size", "intermediate_size")
+MOST_TOKENS, MOST_RANK = 1 << 20, 4096
+MOST = 1 << 16
+"""Of anything else that is counted."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,26 +41,45 @@ def run(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> in
 
 
 def counts(text: str) -> list[int]:
-    """``1,4,16``: whole numbers above 0, each once."""
-    return list(dict.fromkeys(_whole_numbers(text, 1)))
+    """``1,4,16``: token counts, each once."""
+    return list(dict.fromkeys(_whole_numbers(text, 1, MOST_TOKENS)))
 
 
 def ranks(text: str) -> list[int]:
     """``0,16``: LoRA ranks, ascending, 0 for the base layer."""
-    return sorted(set(_whole_numbers(text, 0)))
+    return sorted(set(_whole_numbers(text, 0, MOST_RANK)))
 
 
 def adapter_counts(text: str) -> list[int | str]:
     """``1,4,all``: numbers of adapters."""
-    return [part if part == ALL else _whole_numbers(part, 1)[0] for part in text.split(",")]
+    return [part if part == ALL else _whole_numbers(part, 1, MOST)[0] for part in text.split(",")]
 
 
-def replays(text: str) -> int:
-    """A number of replays that has deciles."""
-    found = _whole_numbers(text, 3)
-    if len(found) > 1:
-        raise argparse.ArgumentTypeError(f"expected one number, got {text!r}")
-    return found[0]
+def number(least: int, most: int = MOST) -> Callable[[str], int]:
+    """What reads a whole number from ``least`` to ``most``."""
+
+    def read(text: str) -> int:
+        found = _whole_numbers(text, least, most)
+        if len(found) > 1:
+            raise argparse.ArgumentTypeError(f"expected one number, got {text!r}")
+        return found[0]
+
+    return read
+
+
+replays = number(3)
+"""A number of replays that has deciles."""
+
+
+def seconds(text: str) -> float:
+    """``0.5``: a time above 0, of a day at the most."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0.0 < found <= 86400.0:
+        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text!r}")
+    return found
 
 
 def result_file(text: str) -> Path:
@@ -69,13 +91,13 @@ def result_file(text: str) -> Path:
     return path
 
 
-def _whole_numbers(text: str, least: int) -> list[int]:
+def _whole_numbers(text: str, least: int, most: int) -> list[int]:
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
         found = []
-    if not found or min(found) < least:
-        raise argparse.ArgumentTypeError(f"expected whole numbers from {least}, got {text!r}")
+    if not found or min(found) < least or max(found) > most:
+        raise argparse.ArgumentTypeError(f"expected whole numbers from {least} to {most}, got {text!r}")
     return found
 
 
@@ -86,7 +108,9 @@ def shape_options(parser: argparse.ArgumentParser) -> None:
         "--shape", action="append", choices=shapes.SHAPES, help=f"repeatable; {shapes.DEFAULT_SHAPE} by default"
     )
     for name in NUMBERED:
-        group.add_argument(f"--{name.replace('_', '-')}", type=int, help="a layer by its numbers takes all four")
+        group.add_argument(
+            f"--{name.replace('_', '-')}", type=number(1, 1 << 20), help="a layer by its numbers takes all four"
+        )
     group.add_argument("--shared", action="store_true", help="with the shared experts, where the checkpoint has them")
 
 
@@ -108,11 +132,11 @@ def run_options(parser: argparse.ArgumentParser, *, tokens: Sequence[int], timed
     shown = ",".join(map(str, tokens))
     group.add_argument("--tokens", type=counts, default=list(tokens), help=f"token counts ({shown})")
     if timed:
-        group.add_argument("--sets", type=int, default=4, help="complete weight sets taken in turn (4)")
+        group.add_argument("--sets", type=number(1), default=4, help="complete weight sets taken in turn (4)")
         group.add_argument("--replays", type=replays, default=51, help="timed replays (51)")
     else:
         parser.set_defaults(sets=1)
-    group.add_argument("--gpu", type=int, default=0, metavar="N", help="which GPU (0)")
+    group.add_argument("--gpu", type=number(0), default=0, metavar="N", help="which GPU (0)")
     group.add_argument("--json", type=result_file, metavar="PATH", help="one file for all results (by date and shape)")
     group.add_argument("--commit", help="what to record as the commit where this is no git checkout")
 
@@ -123,8 +147,8 @@ def workload_options(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--adapters", type=adapter_counts, default=[1, 4], help="adapters mixed over the tokens (1,4), or all"
     )
-    group.add_argument("--slots", type=int, default=8, help="adapter slots, which 'all' goes through in turn (8)")
-    group.add_argument("--max-lora-rank", type=int, help="rank of the slots (the largest of --ranks)")
+    group.add_argument("--slots", type=number(0), default=8, help="adapter slots, which 'all' goes through in turn (8)")
+    group.add_argument("--max-lora-rank", type=number(1, MOST_RANK), help="rank of the slots (the largest of --ranks)")
     group.add_argument("--routing", choices=[each.value for each in Routing], default="uniform")
 
 
@@ -135,8 +159,6 @@ def one_plan_option(group: "argparse._ArgumentGroup") -> None:
 
 def check(options: argparse.Namespace) -> None:
     """Raise ``ConfigurationError`` for numbers that contradict each other."""
-    if options.sets < 1:
-        raise ConfigurationError(f"--sets should be at least 1, got {options.sets}")
     rank = max(options.ranks)
     needed = max([1, *(count for count in options.adapters if isinstance(count, int))])
     if rank and options.slots < needed:

@@ -34,10 +34,12 @@ def parser() -> argparse.ArgumentParser:
     made = options.Parser(prog="moelet bench overhead", description=(__doc__ or "").split("\n")[0])
     made.add_argument("--shape", choices=shapes.SHAPES, default=shapes.DEFAULT_SHAPE)
     made.add_argument("--tokens", type=options.counts, default=list(TOKENS), help="token counts (1,64)")
-    made.add_argument("--clients", type=int, default=64, help="of the throughput with one token each (64); 0 for none")
+    made.add_argument(
+        "--clients", type=options.number(0), default=64, help="of the throughput with one token each (64); 0 for none"
+    )
     made.add_argument("--rounds", type=options.replays, default=15, help="in which both take turns (15)")
     made.add_argument("--calls", type=options.replays, default=200, help="of each in a round (200)")
-    made.add_argument("--seconds", type=float, default=0.5, help="of throughput in a round (0.5)")
+    made.add_argument("--seconds", type=options.seconds, default=0.5, help="of throughput in a round (0.5)")
     made.add_argument("--json", type=options.result_file, metavar="PATH", help="where to write (by date and shape)")
     made.add_argument("--commit", help="what to record as the commit where this is no git checkout")
     return made

@@ -35,7 +35,7 @@ from .soak_swapper import swapping
 from .soak_truth import ROWS, Truth
 
 TIMED_TOKENS = 16
-TIMED_CLIENTS = 4
+TIMED_CLIENTS, TIMED_ADAPTERS = 4, 4
 SETTLE_S = 15.0
 PATIENCE_S = 90.0
 """How long clients may take to end once they were told to."""
@@ -45,12 +45,16 @@ GAUGES = "moelet_requests_in_flight|moelet_queue_requests|moelet_queue_tokens|mo
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = options.Parser(prog="moelet bench soak", description=(__doc__ or "").split("\n")[0])
-    made.add_argument("--seconds", type=float, default=30.0, help="of load, and half as much again of timing (30)")
+    made.add_argument(
+        "--seconds", type=options.seconds, default=30.0, help="of load, and half as much again of timing (30)"
+    )
     made.add_argument("--device", default="cpu", help="as of moelet serve (cpu)")
-    made.add_argument("--clients", type=int, default=64, help="that ask at the same time (64)")
-    made.add_argument("--adapters", type=int, default=32, help="names that are loaded and replaced (32)")
-    made.add_argument("--slots", type=int, default=8, help="adapter slots of the engine (8)")
-    made.add_argument("--changers", type=int, default=4, help="clients that load and unload (4)")
+    made.add_argument("--clients", type=options.number(1), default=64, help="that ask at the same time (64)")
+    made.add_argument(
+        "--adapters", type=options.number(TIMED_ADAPTERS), default=32, help="names that are loaded and replaced (32)"
+    )
+    made.add_argument("--slots", type=options.number(1), default=8, help="adapter slots of the engine (8)")
+    made.add_argument("--changers", type=options.number(1), default=4, help="clients that load and unload (4)")
     made.add_argument("--json", type=options.result_file, metavar="PATH", help="where to write (by date and device)")
     made.add_argument("--commit", help="what to record as the commit where this is no git checkout")
     return made
@@ -153,7 +157,7 @@ class Soak:
     async def _timed(self, phase: str) -> Row:
         """Times of 16 tokens with the same few adapters, in quiet or while another process replaces and uses others."""
         findings, seconds = Findings(), list[float]()
-        steady, swapped = self._names[:2], self._names[2:4]
+        steady, swapped = self._names[:2], self._names[2:TIMED_ADAPTERS]
         changer = self._changers(findings, self._names)[0]
         for number, name in enumerate((*steady, *swapped)):
             await changer.load(name, number)
@@ -198,7 +202,7 @@ def rows(chosen: argparse.Namespace, folder: Path) -> list[Row]:
     """All rows; the process must drain and end with 0."""
     truth = Truth(folder, chosen.adapters)
     serving = [str(truth.checkpoint_folder), "--device", chosen.device, "--adapter-root", str(folder)]
-    places = max(chosen.slots, chosen.adapters - 2)
+    places = max(chosen.slots, chosen.adapters - 2, TIMED_ADAPTERS)
     serving += ["--max-loras", str(chosen.slots), "--max-cpu-loras", str(places)]
     with served(folder, *serving) as server:
         with asyncio.Runner(loop_factory=http_config(echo).get_loop_factory()) as runner:

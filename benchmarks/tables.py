@@ -21,6 +21,7 @@ from . import options, plan_table
 from .counters import over_floor, summed
 from .newest import Newest, best_published, newest, published_date
 from .report import RESULTS, ROOT, Row, measuring
+from .shapes import SHAPES
 
 FILES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 REGION = re.compile(r"(<!-- bench:start (\S+) -->\n).*?(<!-- bench:end -->)", re.S)
@@ -46,8 +47,9 @@ def rewritten(text: str, folder: Path = RESULTS) -> str:
 def content(name: str, folder: Path = RESULTS) -> str:
     """The Markdown of one region."""
     parsed = NAME.fullmatch(name)
-    if parsed is None:
-        raise ConfigurationError(f"no table is called {name}: the name begins with one of {', '.join(TABLES)}")
+    if parsed is None or parsed[2] not in SHAPES:
+        shapes = f"one of {', '.join(TABLES)}, and has the name of a shape behind it: {', '.join(SHAPES)}"
+        raise ConfigurationError(f"no table is called {name}: its name begins with {shapes}")
     ranks = parsed[3] == "ranks"
     routing = "uniform" if ranks else parsed[3] or "uniform"
     found = newest(parsed[1], parsed[2], routing, folder, ranks=ranks)

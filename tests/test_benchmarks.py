@@ -199,6 +199,17 @@ def test_layers_by_name_and_by_numbers() -> None:
         (["layer", "--json", f"{__file__}/a.json"], ("--json", "test_benchmarks.py/a.json")),
         (["kernels", "--plan", "nonsense"], ("--plan", "nonsense")),
         (["host", "--nonsense"], ("--nonsense",)),
+        (["layer", "--tokens", "100000000000"], ("--tokens", "1048576", "'100000000000'")),
+        (["layer", "--ranks", "5000"], ("--ranks", "4096", "'5000'")),
+        (["layer", "--hidden-size", "-64"], ("--hidden-size", "'-64'")),
+        (["layer", "--slots", "-1"], ("--slots", "'-1'")),
+        (["kernels", "--gpu", "-1"], ("--gpu", "'-1'")),
+        (["counters", "--limit-s", "nan"], ("--limit-s", "'nan'")),
+        (["overhead", "--clients", "-1"], ("--clients", "'-1'")),
+        (["overhead", "--seconds", "0"], ("--seconds", "'0'")),
+        (["soak", "--adapters", "3"], ("--adapters", "from 4", "'3'")),
+        (["soak", "--slots", "1,2"], ("--slots", "'1,2'")),
+        (["soak", "--seconds", "inf"], ("--seconds", "'inf'")),
     ],
 )
 def test_what_is_wrong_is_one_sentence_and_code_2(
