@@ -85,7 +85,7 @@ def verdict(results: Results, earlier: Mapping[str, Any] | None) -> int:
     if not results.all_rows:
         raise ConfigurationError("nothing was measured: there are fewer tokens than --adapters")
     for row in results.wrong:
-        differ = "" if row["repeatable"] else "; replays differ"
+        differ = "; replays differ" if row["repeatable"] is False else ""
         error = f"error {row['error']}, at most {LARGEST_ERROR} is right"
         print(f"wrong output: {against.named(row)}: {error}{differ}", file=sys.stderr)
     slower = told(results, earlier) if earlier else []

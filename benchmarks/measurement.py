@@ -67,9 +67,10 @@ def costs(spec: LayerSpec, workload: Workload, batches: Sequence[LayerBatch]) ->
     }
 
 
-def judged(error: float | None, *, same: bool = True) -> Row:
-    """An error as rows hold it, None where nothing was compared, and whether the output counts as wrong."""
-    wrong = not same or (error is not None and not error <= LARGEST_ERROR)
+def judged(error: float | None, *, same: bool | None = None) -> Row:
+    """An error and whether replays agreed as rows hold them, None where nothing was compared, and whether the output
+    counts as wrong."""
+    wrong = same is False or (error is not None and not error <= LARGEST_ERROR)
     return {"error": None if error is None else rounded(error, 3), "repeatable": same, "wrong": wrong}
 
 
@@ -128,7 +129,7 @@ class LayerMeasurement:
         replay()
         first = forwards.outputs()
         timing = self._rig.time(replay, replays=self._chosen.replays, forwards=forwards.count)
-        same = not self._chosen.check or all(map(torch.equal, first, forwards.outputs()))
+        same = all(map(torch.equal, first, forwards.outputs())) if self._chosen.check else None
         errors = [relative_error(out, truth) for out, truth in zip(first, truths, strict=False)]
         row = self._named(workload) | {
             "plan": forwards.plan.value,

@@ -144,6 +144,12 @@ def test_layer_rows(fake: BenchDriver, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert set(written["absent_peers"]) == {"torch grouped_mm", "vllm"}
 
 
+def test_what_was_not_compared_is_not_called_right(fake: BenchDriver, tmp_path: Path) -> None:
+    code, written = run(tmp_path, "layer", "--tokens", "2", "--ranks", "0", "--no-check")
+    assert code == 0
+    assert [(row["error"], row["repeatable"], row["wrong"]) for row in written["rows"]] == [(None, None, False)]
+
+
 def test_a_wrong_output_fails_the_run(fake: BenchDriver, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, written = run(tmp_path, "layer", "--tokens", "2", "--ranks", "0")
     assert code == 1
