@@ -16,6 +16,8 @@ from moelet.layer.spec import LayerSpec
 BF16 = 2
 MATRICES = ("gate_up", "down", "a_gate_up", "b_gate_up", "a_down", "b_down")
 """What bytes are counted for: the weights of the two GEMMs, then the adapters' matrices in the order of their use."""
+H200_TFLOPS = 785.0
+"""What an H200 makes of a bf16 product of 8192 by 8192 by 8192 by cuBLAS, measured where the peers were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,15 @@ def matrix_bytes(spec: LayerSpec, hits: Hits, rank: int = 0, *, shared_outer: bo
         "b_down": rank * hidden * (outer + (hits.adapters if shared else 0)),
     }
     return {name: BF16 * count for name, count in numbers.items()}
+
+
+def arithmetic_us(spec: LayerSpec, num_tokens: int, tflops: float = H200_TFLOPS) -> float:
+    """Microseconds of the base layer's arithmetic at ``tflops``: ``2 * 3 * H * I`` operations for each of the ``T * k``
+    slot rows, of a slice for as many of them as uniform routing gives it, and the shared experts'."""
+    local = spec.top_k * spec.num_local_experts / spec.num_experts
+    shared = spec.shared_intermediate_size if spec.holds_shared_experts else 0
+    per_token = 6.0 * spec.hidden_size * (local * spec.intermediate_size + shared)
+    return num_tokens * per_token / tflops * 1e-6
 
 
 def expected_experts(spec: LayerSpec, num_tokens: int) -> float:

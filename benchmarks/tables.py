@@ -19,9 +19,10 @@ from moelet.layer.errors import ConfigurationError
 
 from . import options, plan_table
 from .counters import over_floor, summed
+from .floor import H200_TFLOPS, arithmetic_us
 from .newest import Newest, best_published, newest, published_date
 from .report import RESULTS, ROOT, Row, measuring
-from .shapes import SHAPES
+from .shapes import SHAPES, named
 
 FILES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 REGION = re.compile(r"(<!-- bench:start (\S+) -->\n).*?(<!-- bench:end -->)", re.S)
@@ -85,6 +86,9 @@ def layer_table(found: Newest, shape: str) -> list[str]:
             lines.append(markdown("– over base", [ratio(best.get(t)) for t in tokens]))
         else:
             lines.append(markdown("floor", [DASH if t not in best else f"{best[t]['floor_us']:.1f}" for t in tokens]))
+            if "H200" in found.report["gpu"]:
+                times = [arithmetic_us(named(shape, shared=False), t) for t in tokens]
+                lines.append(markdown(f"its arithmetic at {H200_TFLOPS:.0f} TFLOP/s", [f"{us:.1f}" for us in times]))
     for peer in dict.fromkeys(row["peer"] for row in found.peers):
         own = fastest([row for row in found.peers if row["peer"] == peer])
         lines.append(markdown(f"{peer}, base, same run", [timed(own.get(t)) for t in tokens]))

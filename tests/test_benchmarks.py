@@ -8,7 +8,7 @@ import pytest
 import torch
 from benchmarks import options, peers, shapes
 from benchmarks.__main__ import main
-from benchmarks.floor import Hits, expected_experts, expert_bytes, matrix_bytes
+from benchmarks.floor import Hits, arithmetic_us, expected_experts, expert_bytes, matrix_bytes
 from benchmarks.workload import (
     Routing,
     Workload,
@@ -47,6 +47,13 @@ def test_floor_of_qwen3_is_the_known_one() -> None:
     assert [round(expected_experts(Q30, t), 1) for t in (1, 4, 64, 256)] == [8.0, 29.1, 125.9, 128.0]
     pair = matrix_bytes(Q30, Hits(0, 1, 1, 1), 16)
     assert pair == {"gate_up": 0, "down": 0, "a_gate_up": 131072, "b_gate_up": 49152, "a_down": 24576, "b_down": 65536}
+
+
+def test_arithmetic_of_known_shapes() -> None:
+    assert arithmetic_us(Q30, 8192) == pytest.approx(787.9, abs=0.1)
+    assert arithmetic_us(shapes.SHAPES["qwen3-30b-a3b-ep4"], 8192) == pytest.approx(787.9 / 4, abs=0.1)
+    whole = shapes.named("qwen3.5-35b-a3b", shared=True)
+    assert arithmetic_us(whole, 64, 1.0) == 64 * 6 * 2048 * 512 * 9 * 1e-6
 
 
 def test_hits_are_those_of_a_plain_loop() -> None:
