@@ -78,7 +78,7 @@ def seconds(text: str) -> float:
     except ValueError:
         found = 0.0
     if not 0.0 < found <= 86400.0:
-        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected seconds above 0 and up to 86400, got {text!r}")
     return found
 
 

@@ -1,8 +1,8 @@
 // The grouped GEMM of many tokens, gate_up with its activation or down, with the LoRA delta or without.
 //
 // A cluster of two blocks shares a token tile, up to MAX_N tokens of one expert, and each has a row tile of weights of
-// its own: both halves of the tokens come once from L2 and go to both blocks, so that L2 gives a third less than it
-// would for tiles apart. In a block one warp keeps a ring of STAGES K-blocks full and two warpgroups multiply 64
+// its own: both halves of the tokens come once from L2 and go to both blocks, so that L2 gives up to a third less than
+// it would for tiles apart. In a block one warp keeps a ring of STAGES K-blocks full and two warpgroups multiply 64
 // weight rows each; they leave the tile apart, so that one multiplies while the other stores. Clusters take items from
 // a ticket as they go: who computes a tile does not change its bits.
 //

@@ -163,6 +163,7 @@ class GraphEngine:
 
         Raises as ``forward`` does, and ``RequestError`` for a batch that does not fit into one forward.
         """
+        self._device.make_current()
         lora = batch.check(self._model.layer(batch.layer), self.max_loras)
         served = self._served[batch.layer]
         if not 0 < batch.num_tokens <= served.most_tokens:

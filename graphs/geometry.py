@@ -46,7 +46,7 @@ DIRECT_ROWS = 256
 NARROW_SHARE, NARROW_ROWS = 128, 1 << 14
 """Slot rows that a block places that sorts few tokens, and the most that it can count."""
 WIDE_ABOVE = 256
-"""Tokens above which wide GEMMs are used where experts have enough of them, unless an expert MLP takes them."""
+"""Tokens above which kernels of many are used: a counted sort, a gather by token, and wide GEMMs where they pay."""
 WIDE_LOAD = {False: (32, 32), True: (96, 64)}
 """Tokens that an expert should have on average for them, as ``MLP_LOAD`` tells the cases apart."""
 WIDE_MARGIN = 1.3

@@ -56,6 +56,8 @@ class AdapterFolder:
         real = Path(os.path.realpath(self._real / name))
         if not real.is_relative_to(self._root):
             raise AdapterRefusedError(name, "a file inside the adapter's folder", "a link that leads out of it")
+        if real == self._root:
+            raise AdapterRefusedError(name, "a file", "a folder, pipe or device")
         try:
             descriptor = _open_below(self._root, real)
         except (FileNotFoundError, NotADirectoryError):

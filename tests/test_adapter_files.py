@@ -96,6 +96,17 @@ def test_a_loop_of_links_is_refused(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+@pytest.mark.parametrize(("target", "below"), [(".", False), ("..", True), (".", True)])
+def test_a_link_to_a_folder_is_refused_and_so_is_one_to_the_root(
+    folder: Path, name: str, target: str, below: bool
+) -> None:
+    (folder / name).unlink()
+    (folder / name).symlink_to(target)
+    error = refusal(folder, MODEL, root=folder.parent if below else folder)
+    assert (error.key, error.found) == (name, "a folder, pipe or device")
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
 def test_what_is_no_file_is_refused_without_waiting_for_it(folder: Path, name: str) -> None:
     (folder / name).unlink()
     os.mkfifo(folder / name)

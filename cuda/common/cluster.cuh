@@ -1,4 +1,4 @@
-// Clusters of two blocks: what one writes into the other's shared memory, and the bulk copies back to global memory.
+// Clusters of two blocks: what one writes into the other's shared memory, and copies to both.
 #pragma once
 
 #include "common/barrier.cuh"

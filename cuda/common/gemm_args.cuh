@@ -28,11 +28,11 @@ struct Gemm {
     const uint8_t* tokens;
     const TokenTile* tiles;
     const LoraGroup* groups;
-    const bf16* h;  // [R/8, rows, projections, 8]
+    const bf16* h;  // [R/8, rows, projections, 8]; of wide GEMMs [R/8, projections, rows, 8]
     // [experts] parts that are still to come, of the tokens and of h; null where kernels before have made them.
     const int* tokens_pending;
     const int* h_pending;
-    int* ticket;  // items taken beyond the first of each block; zero at launch
+    int* ticket;  // items taken beyond the first of each block, or cluster; zero at launch
     int num_items;
     int num_experts;
     int k_blocks;
