@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
@@ -12,6 +13,8 @@ T = TypeVar("T")
 
 MOST_EXPRESSIONS = 256
 MOST_STEPS_LOG2 = 24
+MOST_SECONDS = 5.0
+"""Of processor time that all names of one adapter may take to be looked up in one table."""
 
 _PLAIN = re.compile(r"[\w.-]+")
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
@@ -25,9 +28,15 @@ class Patterns(Generic[T]):
     for every expert, are looked up and not tried in turn; a dot in them stands for any character, as in
     PEFT. Raises ``AdapterRefusedError`` for a key that is no regular expression, or one on which
     matching could take for ever.
+
+    Every match is short, but an adapter has thousands of names, and its reader other adapters to read. So what all of
+    them take is bounded too: see ``find``.
     """
 
     def __init__(self, field: str, table: Mapping[str, T]) -> None:
+        self._field = field
+        self._seconds = 0.0
+        self._found: dict[str, T | None] = {}
         self._plain: dict[tuple[int, ...], dict[str, tuple[int, T]]] = {}
         self._expressions: list[tuple[int, re.Pattern[str], T]] = []
         for order, (key, value) in enumerate(table.items()):
@@ -42,7 +51,22 @@ class Patterns(Generic[T]):
             )
 
     def find(self, name: str) -> T | None:
-        """The value for the module ``name``, without the ``base_model.model.`` of a tensor's key."""
+        """The value for the module ``name``, without the ``base_model.model.`` of a tensor's key.
+
+        Raises ``AdapterRefusedError`` once all look-ups together have taken ``MOST_SECONDS`` of this thread.
+        """
+        if name not in self._found:
+            start = time.thread_time()
+            self._found[name] = self._first(name)
+            self._seconds += time.thread_time() - start
+        if self._seconds > MOST_SECONDS:
+            looked_up = f"{len(self._found)} modules were in that time"
+            raise AdapterRefusedError(
+                self._field, f"patterns in which all modules are looked up within {MOST_SECONDS:g} s", looked_up
+            )
+        return self._found[name]
+
+    def _first(self, name: str) -> T | None:
         hits = [hit for shape, keys in self._plain.items() if (hit := _look_up(keys, name, shape))]
         hits += [(order, value) for order, pattern, value in self._expressions if pattern.match(name)]
         return min(hits, key=lambda hit: hit[0])[1] if hits else None

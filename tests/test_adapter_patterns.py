@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft.utils.other import get_pattern_key
 
+from moelet.layer import adapter_patterns
 from moelet.layer.adapter_patterns import Patterns
 from moelet.layer.errors import AdapterRefusedError
 
@@ -76,3 +77,23 @@ def test_patterns_that_are_wrong_or_could_take_for_ever_are_refused(key: str) ->
 def test_too_many_expressions_are_refused() -> None:
     with pytest.raises(AdapterRefusedError, match="at most 256"):
         Patterns("alpha_pattern", {rf"x\.{i}": 1.0 for i in range(257)})
+
+
+def test_slow_expressions_together_are_refused_after_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration of a few KB must not keep the adapters of others waiting for hours."""
+    monkeypatch.setattr(adapter_patterns, "MOST_SECONDS", 0.05)
+    slow = Patterns("rank_pattern", {f".*?.*?.*?.*?[YZ]{number:03}": 8 for number in range(20)})
+    names = [f"model.layers.{layer}.mlp.experts.{expert}.gate_proj" for layer in range(48) for expert in range(128)]
+    start = time.thread_time()
+    with pytest.raises(AdapterRefusedError, match=r"rank_pattern.*within 0\.05 s"):
+        list(map(slow.find, names))
+    assert time.thread_time() - start < 2.0
+    with pytest.raises(AdapterRefusedError):
+        slow.find(names[0])
+
+
+def test_a_name_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    patterns = Patterns("alpha_pattern", {".*experts.*": 8.0})
+    assert patterns.find("mlp.experts.0.gate_proj") == 8.0
+    monkeypatch.setattr(patterns, "_first", None)
+    assert patterns.find("mlp.experts.0.gate_proj") == 8.0
