@@ -1,5 +1,6 @@
 """The layers that benchmarks run: those of known checkpoints by name, any other by its numbers."""
 
+import re
 from dataclasses import replace
 
 from moelet.layer.spec import LayerSpec
@@ -27,6 +28,7 @@ SHAPES = {
 """Sizes as the checkpoints' ``config.json`` say. ``ep4`` and ``ep8`` are the second of four and of eight
 expert-parallel slices; shared experts belong to the first slice, so ``deepseek-v3-ep8`` computes none."""
 DEFAULT_SHAPE = "qwen3-30b-a3b"
+_NUMBERED = re.compile(r"e(\d+)-k(\d+)-h(\d+)-i(\d+)")
 
 
 def named(name: str, *, shared: bool) -> LayerSpec:
@@ -39,3 +41,11 @@ def numbered(num_experts: int, top_k: int, hidden_size: int, intermediate_size: 
     """A layer of these sizes, and what results call it. Raises ``UnsupportedCheckpointError`` for impossible ones."""
     spec = _whole(num_experts, top_k, hidden_size, intermediate_size)
     return f"e{num_experts}-k{top_k}-h{hidden_size}-i{intermediate_size}", spec
+
+
+def called(name: str) -> LayerSpec | None:
+    """The layer that results call ``name``, without its shared experts; None where none is called so."""
+    if name in SHAPES:
+        return named(name, shared=False)
+    numbers = _NUMBERED.fullmatch(name)
+    return numbered(*map(int, numbers.groups()))[1] if numbers else None

@@ -22,7 +22,7 @@ from .counters import over_floor, summed
 from .floor import H200_TFLOPS, arithmetic_us
 from .newest import Newest, best_published, newest, published_date
 from .report import RESULTS, ROOT, Row, measuring
-from .shapes import SHAPES, named
+from .shapes import SHAPES, called
 
 FILES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 REGION = re.compile(r"(<!-- bench:start (\S+) -->\n).*?(<!-- bench:end -->)", re.S)
@@ -48,7 +48,7 @@ def rewritten(text: str, folder: Path = RESULTS) -> str:
 def content(name: str, folder: Path = RESULTS) -> str:
     """The Markdown of one region."""
     parsed = NAME.fullmatch(name)
-    if parsed is None or parsed[2] not in SHAPES:
+    if parsed is None or called(parsed[2]) is None:
         shapes = f"one of {', '.join(TABLES)}, and has the name of a shape behind it: {', '.join(SHAPES)}"
         raise ConfigurationError(f"no table is called {name}: its name begins with {shapes}")
     ranks = parsed[3] == "ranks"
@@ -86,8 +86,8 @@ def layer_table(found: Newest, shape: str) -> list[str]:
             lines.append(markdown("– over base", [ratio(best.get(t)) for t in tokens]))
         else:
             lines.append(markdown("floor", [DASH if t not in best else f"{best[t]['floor_us']:.1f}" for t in tokens]))
-            if "H200" in found.report["gpu"]:
-                times = [arithmetic_us(named(shape, shared=False), t) for t in tokens]
+            if (spec := called(shape)) is not None and "H200" in found.report["gpu"]:
+                times = [arithmetic_us(spec, t) for t in tokens]
                 lines.append(markdown(f"its arithmetic at {H200_TFLOPS:.0f} TFLOP/s", [f"{us:.1f}" for us in times]))
     for peer in dict.fromkeys(row["peer"] for row in found.peers):
         own = fastest([row for row in found.peers if row["peer"] == peer])

@@ -208,8 +208,10 @@ def test_tables_hold_the_newest_right_results(results: Path) -> None:
     assert all(us in several for us in ("500.0", "222.0", "333.0"))
     assert "291.2" not in several
     assert tables.content("layer-mixtral-8x7b", results) == tables.NO_RESULT
-    with pytest.raises(ConfigurationError, match="shape-x"):
-        tables.content("shape-x", results)
+    assert tables.content("layer-e60-k4-h2048-i1408", results) == tables.NO_RESULT
+    for wrong in ("shape-x", "layer-mixtral-8x7", "layer-e60-k4"):
+        with pytest.raises(ConfigurationError, match=wrong):
+            tables.content(wrong, results)
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,9 @@ def test_layers_by_name_and_by_numbers() -> None:
     assert list(options.chosen_shapes(parser.parse_args([]))) == ["qwen3-30b-a3b"]
     with pytest.raises(ConfigurationError, match="--num-experts"):
         options.chosen_shapes(parser.parse_args(numbers[:4]))
+    for name, spec in chosen.items():
+        assert shapes.called(name) == spec
+    assert shapes.called("e60-k4-h2048") is None
     local = shapes.SHAPES["qwen3-30b-a3b-ep4"]
     assert (local.local_expert_offset, local.local_expert_end) == (32, 64)
 
