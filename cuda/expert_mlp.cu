@@ -39,8 +39,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (consumes) load_hidden<kConsumers>(memory, hidden_states, hidden_blocks, max_tokens);
 #else
     if (threadIdx.x == kConsumers) init_barriers(memory);
-    int* counts = reinterpret_cast<int*>(memory.stages);  // the first stage has room for 4096
-    count_tokens<kConsumers>(routing, layer->num_tokens, max_tokens, counts);
+    int* counts = reinterpret_cast<int*>(memory.stages);     // the first stage has room for 4096
+    constexpr int kEach = HALVES > 1 || MAX_N > 64 ? 4 : 1;  // of many
+    count_tokens<kConsumers, kEach>(routing, layer->num_tokens, max_tokens, counts);
 #endif
 
     const int gate_up_tiles = intermediate_blocks * (2 * kBlockK / BLOCK_M);

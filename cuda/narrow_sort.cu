@@ -1,12 +1,12 @@
-// The sort of up to 2048 tokens, of up to 256 in few blocks, so that what starts beside it finds most multiprocessors
+// The sort of up to 256 tokens in few blocks, so that what starts beside it finds most multiprocessors
 // free: as sort.cu, to which a row's place is the same. `balanced`: an expert's token tiles are about equal.
 //
 // A thread holds the routing of four rows in registers, and that of the next four is on its way. Every block counts all
 // rows in shared memory and places a share of them, a thread each; a row's rank is how many rows of its key are in
 // earlier shares, in the chunks of 32 before its own, and before it in its own warp.
 #include "common/barrier.cuh"
-#include "common/expected.cuh"
 #include "common/layer_args.cuh"
+#include "common/listing.cuh"
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
@@ -39,50 +39,21 @@ struct Earlier {
     }
 };
 
-// Divides by a product, with the inverse that `inverse_of` in graphs/sort_launches.py makes: of numbers whose product
-// with the divisor is less than 2^32.
-struct Divisor {
-    int divisor;
-    uint32_t inverse;
-
-    __device__ __forceinline__ int divide(int number) const {
-        return divisor == 1 ? number : __umulhi(number, inverse);
-    }
-};
-
-// The routing of kBatch rows of a thread, from `start` on.
-struct Batch {
-    Choice choices[kBatch];
-    Routed routed[kBatch];
-
-    __device__ __forceinline__ void load(const Routing& routing, const Divisor& per_token, int start, int max_rows) {
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            if (start + i * kThreads >= max_rows) break;
-            const int row = min(start + i * kThreads + int(threadIdx.x), max_rows - 1);
-            const int token = per_token.divide(row);
-            const int number = row - token * routing.choices;
-            choices[i] = Choice{token, number, token * routing.top_k + number};
-            routed[i] = routing.load(choices[i]);
-        }
-    }
-};
-
 // Counts all rows; returns the key of `own_row`, if it is this thread's.
 __device__ __forceinline__ uint16_t count_rows(const Rows& rows, const Routing& routing, const LayerArgs* layer,
                                                const Divisor& per_token, const Earlier& earlier, int own_row) {
     uint16_t own_key = kNoKey;
     const int num_rows = layer->num_tokens * routing.choices;
-    Batch batch;
-    batch.load(routing, per_token, 0, rows.max_rows);
+    Batch<kBatch, kThreads> batch;
+    batch.load(routing, per_token, 0, threadIdx.x, rows.max_rows);
     // The loads are under way meanwhile, and so are those of the next batch while one is counted.
 #pragma unroll 1
     for (int i = threadIdx.x; i < 2 * rows.num_experts * rows.buckets; i += kThreads) rows.prefix[i] = 0;
     __syncthreads();
 #pragma unroll 1
-    for (int start = 0; start < rows.max_rows; start += kBatch * kThreads) {
-        Batch next;
-        next.load(routing, per_token, start + kBatch * kThreads, rows.max_rows);
+    for (int start = 0; start < rows.max_rows; start += batch.kSpan) {
+        Batch<kBatch, kThreads> next;
+        next.load(routing, per_token, start + batch.kSpan, threadIdx.x, rows.max_rows);
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             if (start + i * kThreads >= rows.max_rows) break;
@@ -96,78 +67,6 @@ __device__ __forceinline__ uint16_t count_rows(const Rows& rows, const Routing& 
         batch = next;
     }
     return own_key;
-}
-
-// How an expert's rows are cut into token tiles.
-struct Tiling {
-    Divisor rows;   // of a tile
-    bool balanced;  // whether an expert's tiles have about equally many instead, and no more
-    int* first;     // [num_experts] the number of an expert's first tile
-
-    __device__ __forceinline__ int tiles_of(int count) const { return rows.divide(count + rows.divisor - 1); }
-};
-
-// Where an expert's tiles and groups begin in their lists, and its rows in memory. The sums over all threads' experts
-// take one barrier, and another makes them known. Returns the tiles in the low half and the groups in the high one.
-__device__ __forceinline__ int begin_experts(const Rows& rows, const Tiling& tiling) {
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
-    const auto [first, last] = dealt_to(threadIdx.x, kThreads, rows.num_experts);
-    int padded = 0;
-    int listed = 0;
-#pragma unroll 1
-    for (int expert = first; expert < last; ++expert) {
-        place_buckets(rows, expert);
-        padded += round_up(rows.counts[expert], kRowAlign);
-        listed += tiling.tiles_of(rows.counts[expert]) | rows.groups[expert] << 16;
-    }
-    int* const padded_sums = rows.warp_sums;
-    int* const listed_sums = rows.warp_sums + kWarps;
-    const int padded_end = warp_inclusive_scan(padded);
-    const int listed_end = warp_inclusive_scan(listed);
-    if (lane == 31) {
-        padded_sums[warp] = padded_end;
-        listed_sums[warp] = listed_end;
-    }
-    __syncthreads();
-    const int other_padded = lane < warp ? padded_sums[lane] : 0;
-    const int other_listed = lane < kWarps ? listed_sums[lane] : 0;
-    int start = padded_end - padded + __reduce_add_sync(~0u, other_padded);
-    int listing = listed_end - listed + __reduce_add_sync(~0u, lane < warp ? other_listed : 0);
-#pragma unroll 1
-    for (int expert = first; expert < last; ++expert) {
-        const int groups = rows.groups[expert];
-        rows.starts[expert] = start;
-        tiling.first[expert] = listing & 0xffff;
-        rows.groups[expert] = listing >> 16 | groups << 16;
-        start += round_up(rows.counts[expert], kRowAlign);
-        listing += tiling.tiles_of(rows.counts[expert]) | groups << 16;
-    }
-    __syncthreads();
-    return __reduce_add_sync(~0u, other_listed);
-}
-
-// By threads from number `thread` of all on, an expert each.
-__device__ __forceinline__ void list_tiles(const Rows& rows, const Tiling& tiling, int thread, TokenTile* tiles,
-                                           const Pending& to_come) {
-#pragma unroll 1
-    for (int expert = thread; expert < rows.num_experts; expert += kThreads) {
-        const int count = rows.counts[expert];
-        const int num_tiles = tiling.tiles_of(count);
-        const int step = tiling.balanced && num_tiles > 1 ? rows_each(count, num_tiles) : tiling.rows.divisor;
-        int index = tiling.first[expert];
-#pragma unroll 1
-        for (int row = 0; row < count; row += step)
-            tiles[index++] = TokenTile{expert, rows.starts[expert] + row, min(step, count - row), rows.groups[expert]};
-        to_come.write(rows, expert, num_tiles, rows.groups[expert] >> 16);
-    }
-}
-__device__ __forceinline__ void list_groups(const Rows& rows, int thread, LoraGroup* groups) {
-#pragma unroll 1
-    for (int expert = thread; expert < rows.num_experts; expert += kThreads) {
-        const int index = rows.groups[expert] & 0xffff;
-        if (rows.groups[expert] >> 16 != 0) write_groups_of(rows, expert, groups, index);
-    }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -198,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const uint16_t key = count_rows(rows, routing, layer, per_token, earlier, own_row);
     const int lower = __popc(__match_any_sync(~0u, key) & ((1u << lane) - 1));
     __syncthreads();
-    const int listed = begin_experts(rows, tiling);
+    const int listed = begin_experts<kThreads>(rows, tiling);
 
     if (own_row >= 0 && own_row < rows.max_rows) {
         int place = -1;
@@ -206,13 +105,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             const int expert = Divisor{rows.buckets, buckets_inverse}.divide(key);
             place = rows.starts[expert] + rows.prefix[key] + earlier.before(key, thread / 32) + lower;
             place_tokens[place] = per_token.divide(own_row);
-            if (num_slots > 0) row_slots[place] = key - expert * rows.buckets - 1;
+            if (row_slots != nullptr) row_slots[place] = key - expert * rows.buckets - 1;
         }
         places[own_row] = place;
     }
     if (blockIdx.x == 0) {
         const Pending to_come{pending, tile_parts, group_parts, row_parts};
-        list_tiles(rows, tiling, (thread + kThreads - kShare) % kThreads, tiles, to_come);
+        list_tiles<kThreads>(rows, tiling, (thread + kThreads - kShare) % kThreads, tiles, to_come);
         if (threadIdx.x == 0) {
             *num_tiles = listed & 0xffff;
             to_come.write_total(rows, listed & 0xffff);
@@ -220,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         if (threadIdx.x < kTickets) tickets[threadIdx.x] = 0;
     }
     if (blockIdx.x == gridDim.x - 1 && num_slots > 0) {
-        list_groups(rows, (thread + kThreads - 2 * kShare) % kThreads, groups);
+        list_groups<kThreads>(rows, (thread + kThreads - 2 * kShare) % kThreads, groups);
         if (threadIdx.x == 0) *num_groups = listed >> 16;
     }
 }

@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             const int key = rows.keys[row];
             place = rows.starts[key / rows.buckets] + rows.prefix[key] + rank_of(rows, row);
             if (lane == 0) place_tokens[place] = row / choices;
-            if (num_slots > 0 && lane == 0) row_slots[place] = key % rows.buckets - 1;
+            if (row_slots != nullptr && lane == 0) row_slots[place] = key % rows.buckets - 1;
         }
         if (lane == 0) places[row] = place;
     }

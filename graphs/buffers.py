@@ -11,7 +11,7 @@ import torch
 from ..layer.layout import BLOCK_K, round_up
 from .arena import ArenaPlan, BufferSpec
 from .gemm_config import RANK_BLOCK
-from .geometry import WIDE_SHARES, Geometry, token_tile
+from .geometry import Geometry, token_tile
 
 LAYER_POINTERS = (
     "gate_up",
@@ -119,9 +119,6 @@ def plan_buffers(geometry: Geometry, num_tokens: int, *, lora: bool, apart: bool
         BufferSpec("act", (geometry.intermediate_blocks, rows, BLOCK_K), half, 1024),
         BufferSpec("down", (rows, geometry.output_stride), half),
     ]
-    if geometry.counts_keys(num_tokens, lora=lora):
-        keys = geometry.keys(slots=geometry.slots(lora=lora))
-        buffers.append(BufferSpec("counts", (WIDE_SHARES, -(-keys // 2)), word))
     if lora:
         rank = geometry.max_lora_rank
         buffers += [

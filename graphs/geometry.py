@@ -18,6 +18,7 @@ from .gemm_config import (
     halved_config,
     tile_of,
 )
+from .sort_sizes import NARROW_ROWS, SortSizes
 
 ROW_TILE = 128
 """Weight rows are padded to this, so that every row tile is whole."""
@@ -28,8 +29,8 @@ GROUP_ROWS, MLP_GROUP_ROWS, CROWD_GROUP_ROWS = 32, 8, 16
 expert MLP takes them, as many as its warps shrink at once: more with tiles of ``LORA_TILE``."""
 HALVED_ITEMS, LONE_ITEMS = 64, 128
 """Whole row tiles of gate_up up to which they are halved, and of a product that leave most blocks one at the most."""
-MLP_TOKENS = 2048
-"""Tokens that an expert MLP takes at the most, if they are no more slot rows than ``NARROW_ROWS``."""
+MLP_TOKENS, MLP_ROWS = 2048, 1 << 14
+"""Tokens and slot rows that an expert MLP takes at the most."""
 MLP_LOAD, MANY_EXPERTS = {False: (48, 112), True: (64, 72)}, 64
 """Tokens that an expert has on average then at the most, if more than 64 are given, without adapters and with, of few
 experts and of ``MANY_EXPERTS`` or more here: of those blocks have so many items that they end together."""
@@ -43,18 +44,12 @@ SHRINK_BYTES = 4 << 10
 """Static shared memory in which the warps that shrink beside few tokens add their sums up."""
 DIRECT_ROWS = 256
 """Slot rows that such an MLP can sort."""
-NARROW_SHARE, NARROW_ROWS = 128, 1 << 14
-"""Slot rows that a block places that sorts few tokens, and the most that it can count."""
 WIDE_ABOVE = 256
-"""Tokens above which kernels of many are used: a counted sort, a gather by token, and wide GEMMs where they pay."""
+"""Tokens above which kernels of many are used: a sort by a cluster, a gather by token, wide GEMMs where they pay."""
 WIDE_LOAD = {False: (32, 32), True: (96, 64)}
 """Tokens that an expert should have on average for them, as ``MLP_LOAD`` tells the cases apart."""
 WIDE_MARGIN = 1.3
 """Standard deviations of an expert's tokens, where routing is random, by which a tile holds more than their average."""
-WIDE_SHARES = 64
-"""Blocks that sort many slot rows, each a share of them."""
-WIDE_SORT_WARPS, WIDE_TABLE_KEYS = 32, 4096
-"""Warps of such a block, and the most keys of which each has counts of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,39 +156,25 @@ class Geometry:
         experts = min(slot_rows, self.experts)
         return max(experts + (slot_rows - experts) // tile, 1)
 
-    def sort_shared_bytes(self, num_tokens: int, *, slots: int) -> int:
-        """Shared memory of a sort block: counters of experts and their buckets, and a 16-bit key a slot row."""
-        counters = 32 + self.experts * (3 + slots + 1)
-        return 4 * counters + 2 * num_tokens * self.choices
-
-    def narrow_sort_shared_bytes(self, *, slots: int) -> int:
-        """Shared memory of a block that sorts few tokens: no keys, but the buckets' counters twice, and each expert's
-        first tile."""
-        return 4 * (32 + 4 * self.experts + 2 * self.keys(slots=slots))
+    def sort_sizes(self, num_tokens: int, *, slots: int) -> SortSizes:
+        """The sizes of the sort of ``num_tokens`` tokens."""
+        return SortSizes(slot_rows=num_tokens * self.choices, experts=self.experts, keys=self.keys(slots=slots))
 
     def sorts_narrow(self, num_tokens: int, *, slots: int) -> bool:
-        """Whether ``narrow_sort`` sorts ``num_tokens`` tokens, each block in few trips to memory."""
-        few = num_tokens <= MLP_TOKENS and num_tokens * self.choices <= NARROW_ROWS
-        return few and self.narrow_sort_shared_bytes(slots=slots) <= MOST_SHARED_BYTES
+        """Whether ``narrow_sort`` sorts ``num_tokens`` tokens: few, each block all of them in few trips to memory."""
+        sizes = self.sort_sizes(num_tokens, slots=slots)
+        few = num_tokens <= WIDE_ABOVE and sizes.slot_rows <= NARROW_ROWS
+        return few and sizes.narrow_bytes <= MOST_SHARED_BYTES
 
-    def wide_sort_shared_bytes(self, *, slots: int) -> int:
-        """Shared memory of a block that sorts many tokens: no keys, but the buckets' counters twice, and where there
-        are few buckets each warp's counts of one byte."""
-        keys = self.keys(slots=slots)
-        table = WIDE_SORT_WARPS * keys if keys <= WIDE_TABLE_KEYS else 0
-        return 4 * (32 + 3 * self.experts + 2 * keys) + table
-
-    def counts_keys(self, num_tokens: int, *, lora: bool) -> bool:
-        """Whether one kernel may count the keys of ``num_tokens`` tokens and the next sort them: of many, unless there
-        are too many keys."""
-        needed = self.wide_sort_shared_bytes(slots=self.slots(lora=lora))
-        return num_tokens > WIDE_ABOVE and needed <= MOST_SHARED_BYTES
+    def sorts_wide(self, num_tokens: int, *, slots: int) -> bool:
+        """Whether ``wide_sort`` sorts ``num_tokens`` tokens: many, unless there are too many keys."""
+        return num_tokens > WIDE_ABOVE and self.sort_sizes(num_tokens, slots=slots).wide_bytes <= MOST_SHARED_BYTES
 
     def sorts(self, num_tokens: int) -> bool:
         """Whether a block's shared memory holds the sort of ``num_tokens`` tokens, with adapters and without."""
         return all(
-            self.counts_keys(num_tokens, lora=slots > 0)
-            or self.sort_shared_bytes(num_tokens, slots=slots) <= MOST_SHARED_BYTES
+            self.sorts_wide(num_tokens, slots=slots)
+            or self.sort_sizes(num_tokens, slots=slots).any_bytes <= MOST_SHARED_BYTES
             for slots in {0, self.max_loras}
         )
 
@@ -223,8 +204,9 @@ class Geometry:
     def mlp_takes(self, num_tokens: int, *, lora: bool) -> bool:
         """Whether ``num_tokens`` tokens are few enough for an expert MLP, of each expert and together."""
         most = MLP_LOAD[lora][self.experts >= MANY_EXPERTS]
-        few = (num_tokens <= MLP_TILES[-1] or self.mean_load(num_tokens) <= most) and num_tokens <= MLP_TOKENS
-        return few and (num_tokens <= WIDE_ABOVE or self.sorts_narrow(num_tokens, slots=self.slots(lora=lora)))
+        few = num_tokens <= MLP_TILES[-1] or self.mean_load(num_tokens) <= most
+        few = few and num_tokens <= MLP_TOKENS and num_tokens * self.choices <= MLP_ROWS
+        return few and (num_tokens <= WIDE_ABOVE or self.sorts_wide(num_tokens, slots=self.slots(lora=lora)))
 
     def mlp_config(self, num_tokens: int, *, lora: bool, direct: bool) -> GemmConfig:
         """How that kernel is compiled. Row tiles are halved where whole ones would be few."""
@@ -268,7 +250,7 @@ class Geometry:
         read once; None where those are not used, or their sort would not fit into shared memory."""
         mean_load = self.mean_load(num_tokens)
         few = mean_load < WIDE_LOAD[lora][self.experts >= MANY_EXPERTS]
-        if few or self.mlp_takes(num_tokens, lora=lora) or not self.counts_keys(num_tokens, lora=lora):
+        if few or self.mlp_takes(num_tokens, lora=lora) or not self.sorts_wide(num_tokens, slots=self.slots(lora=lora)):
             return None
         return next((tile for tile in WIDE_TILES if tile >= mean_load + WIDE_MARGIN * mean_load**0.5), WIDE_TILES[-1])
 

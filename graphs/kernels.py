@@ -53,7 +53,7 @@ def few_sort() -> Specialisation:
 
 
 def narrow_sort() -> Specialisation:
-    """The sort of up to 2048 tokens, by few blocks."""
+    """The sort of up to 256 tokens, by few blocks."""
     return Specialisation("narrow_sort.cu")
 
 
@@ -62,13 +62,8 @@ def gather() -> Specialisation:
     return Specialisation("gather.cu")
 
 
-def wide_count() -> Specialisation:
-    """The counts that ``wide_sort`` starts from."""
-    return Specialisation("wide_count.cu")
-
-
 def wide_sort() -> Specialisation:
-    """The sort of many slot rows, into tiles of the wide GEMMs."""
+    """The sort of more tokens, by a cluster of blocks."""
     return Specialisation("wide_sort.cu")
 
 
@@ -199,7 +194,7 @@ def for_many() -> list[Specialisation]:
         for lora in (False, True)
     ]
     shrinks = [shrink(tile) for tile in WIDE_TILES for shrink in (wide_gather_shrink, wide_shrink)]
-    return [wide_count(), wide_sort(), wide_gather(), *gemms, *shrinks]
+    return [wide_sort(), wide_gather(), *gemms, *shrinks]
 
 
 def all_specialisations() -> list[Specialisation]:

@@ -32,7 +32,7 @@ def check_limits(geometry: Geometry, most_tokens: int, max_shared_bytes: int = M
             f"{geometry.experts} experts times {geometry.max_loras + 1} (adapter slots and one) should be less than "
             f"{MAX_KEYS}, got {keys}: lower --max-loras"
         )
-    needed = geometry.sort_shared_bytes(most_tokens, slots=geometry.max_loras)
+    needed = geometry.sort_sizes(most_tokens, slots=geometry.max_loras).any_bytes
     if needed > max_shared_bytes:
         raise ConfigurationError(
             f"sorting {most_tokens} tokens among {geometry.experts} experts and {geometry.max_loras} adapter slots "

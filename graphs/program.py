@@ -97,7 +97,7 @@ def build_program(
     if fused and launches.token_config:
         build.launch(build.make.few_sort(build.main))
     else:
-        _sort(build, counts=fused and launches.sorts_counted)
+        build.launch(build.make.sort(build.main, fused=fused))
     if not (fused and (launches.direct or launches.mlp)):
         many = fused and launches.num_tokens > WIDE_ABOVE
         build.launch((build.make.wide_gather if many else build.make.gather)(build.main))
@@ -146,18 +146,10 @@ def _one_by_one(build: _Builder) -> None:
     build.launch(make.down_gemm(main, fused=True))
 
 
-def _sort(build: _Builder, *, counts: bool) -> None:
-    if not counts:
-        build.launch(build.make.sort(build.main))
-        return
-    build.launch(build.make.wide_count(build.main))
-    build.launch(build.make.wide_sort(build.main))
-
-
 def _wide(build: _Builder) -> None:
     """``_fused`` for many tokens: the gather shrinks what it gathers."""
     make, main = build.make, build.main
-    _sort(build, counts=make.sorts_counted)
+    build.launch(make.sort(main, fused=True))
     build.launch(make.wide_gather_shrink(main) if make.lora else make.wide_gather(main))
     build.launch(make.gate_up_gemm(main, fused=True))
     if make.lora:

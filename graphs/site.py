@@ -56,18 +56,6 @@ class Site:
         return self.slot_rows if self.wide else self.geometry.group_rows(self.num_tokens)
 
     @property
-    def sorts_narrow(self) -> bool:
-        """Whether a sort of one kernel is ``narrow_sort``."""
-        return self.geometry.sorts_narrow(self.num_tokens, slots=self.slots)
-
-    @property
-    def sorts_counted(self) -> bool:
-        """Whether a fused forward sorts in two kernels, of which the first counts. With adapters there are many keys:
-        one kernel is faster then, of as many rows as it takes."""
-        narrow = (self.lora or self.mlp) and self.sorts_narrow
-        return not narrow and self.geometry.counts_keys(self.num_tokens, lora=self.lora)
-
-    @property
     def mlp(self) -> bool:
         """Whether a fused forward has both products in one kernel."""
         return not self.apart and self.geometry.mlp(self.num_tokens, lora=self.lora, direct=self.direct)

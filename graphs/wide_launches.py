@@ -1,8 +1,7 @@
-"""The typed launches of kernels that only many tokens need: their sort and gather, and what is around wide GEMMs."""
+"""The typed launches of kernels that only many tokens need: their gather, and what is around wide GEMMs."""
 
 from . import kernels
 from .arguments import Argument, int32
-from .geometry import WIDE_SHARES, WIDE_SORT_WARPS
 from .kernel import PreparedLaunch
 from .lora_launches import LoraLaunches
 from .streams import Stream
@@ -17,62 +16,9 @@ WIDE_GATHER_WARPS = 4
 
 
 class WideLaunches(LoraLaunches):
-    """The part of ``Launches`` that only many tokens have: sort and gather, and the rest where GEMMs are ``wide``."""
+    """The part of ``Launches`` that only many tokens have: a gather, and the rest where GEMMs are ``wide``."""
 
     __slots__ = ()
-
-    def wide_count(self, stream: Stream) -> PreparedLaunch:
-        """What each share of the slot rows has of every key."""
-        return self.kernels.get(kernels.wide_count(), dynamic=True).prepare(
-            grid=(WIDE_SHARES, 1, 1),
-            block=(32 * WIDE_SORT_WARPS, 1, 1),
-            dynamic_shared_bytes=4 * self.geometry.keys(slots=self.slots),
-            stream=stream,
-            arguments={
-                **self.sort_input,
-                "counts": self.buffer("counts"),
-                **self.routing_sizes,
-                "share": int32(self._share),
-            },
-            waits=True,
-            holds=True,
-            reads=self.routing_reads,
-            writes=frozenset({"counts"}),
-            label="count",
-        )
-
-    def wide_sort(self, stream: Stream) -> PreparedLaunch:
-        """As ``sort``, from those counts."""
-        lora_writes = {"groups", "num_groups"} if self.lora else set()
-        return self.kernels.get(kernels.wide_sort(), dynamic=True).prepare(
-            grid=(WIDE_SHARES, 1, 1),
-            block=(32 * WIDE_SORT_WARPS, 1, 1),
-            dynamic_shared_bytes=self.geometry.wide_sort_shared_bytes(slots=self.slots),
-            stream=stream,
-            arguments={
-                **self.sort_input,
-                "counts": self.buffer("counts"),
-                "places": self.buffer("places"),
-                "place_tokens": self.buffer("place_tokens"),
-                "tiles": self.buffer("tiles"),
-                "num_tiles": self.buffer("num_tiles"),
-                "groups": self.lora_buffer("groups"),
-                "num_groups": self.lora_buffer("num_groups"),
-                "tickets": self.buffer("tickets"),
-                **self.routing_sizes,
-                "tile_rows": int32(self.tile),
-                "max_tokens": int32(self.num_tokens),
-                "group_rows": int32(self.group_rows),
-                "balanced": int32(self.wide),
-                "share": int32(self._share),
-            },
-            waits=True,
-            holds=True,
-            programmatic=True,
-            reads=self.routing_reads | {"counts"},
-            writes=frozenset({"places", "place_tokens", "tiles", "num_tiles", "tickets"} | lora_writes),
-            label="sort",
-        )
 
     def wide_gather(self, stream: Stream) -> PreparedLaunch:
         """Hidden states at their places, in BlockMajorK."""
@@ -139,10 +85,6 @@ class WideLaunches(LoraLaunches):
             writes=frozenset({"down_h"}),
             label="lora_shrink of down",
         )
-
-    @property
-    def _share(self) -> int:
-        return -(-self.slot_rows // WIDE_SHARES)
 
     @property
     def _parts(self) -> int:

@@ -37,8 +37,8 @@ CASES: dict[str, tuple[LayerSpec, dict[str, Any], set[str]]] = {
     "grouped": (GROUPED_SPEC, FEW, {"route"}),
     "slice": (replace(SHARED_SPEC, num_local_experts=2, local_expert_offset=3), FEW, {"expert_mlp"}),
     "lone": (replace(SPEC, intermediate_size=200), FEW, {"direct_gemm"}),
-    "wide": (ONE_EXPERT, WIDE, {"wide_gemm", "wide_count", "wide_sort", "wide_gather", "grouped_gemm"}),
-    "wide, two streams": (ONE_EXPERT, {"plan": Plan.TWO_STREAM, **WIDE}, {"wide_gather", "activation", "narrow_sort"}),
+    "wide": (ONE_EXPERT, WIDE, {"wide_gemm", "wide_sort", "wide_gather", "grouped_gemm"}),
+    "wide, two streams": (ONE_EXPERT, {"plan": Plan.TWO_STREAM, **WIDE}, {"wide_gather", "activation", "wide_sort"}),
     **{plan.value: (SPEC, {"plan": plan, **FEW}, {"lora_expand", "activation"}) for plan in Plan if plan != Plan.FUSED},
 }
 """A layer, options, and kernels that these are known to need."""

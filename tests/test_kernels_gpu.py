@@ -59,13 +59,14 @@ def assert_sorted(layer: GpuLayer, runnable: Runnable, batch: LayerBatch, tile_r
     shape, lora, arena = runnable.variant.num_tokens, runnable.variant.lora, runnable.arena
     assert batch.topk_ids is not None
     assert batch.token_slots is not None
-    slots = batch.token_slots.tolist() if lora else None
-    made = permutation(layer.geometry, batch.topk_ids.tolist(), slots, tile_rows, layer.geometry.group_rows(shape))
+    slots, group_rows = batch.token_slots.tolist() if lora else None, layer.geometry.group_rows(shape)
+    ids = batch.topk_ids.tolist()
+    made = permutation(layer.geometry, ids, slots, tile_rows, group_rows, balanced=runnable.wide)
     place_tokens = arena.read("place_tokens").tolist()
     for row, place in enumerate(made.places):
         assert place < 0 or place_tokens[place] == row // layer.geometry.choices
     assert_made(arena, made, shape * layer.geometry.choices, lora=lora)
-    if lora:
+    if any("row_slots" in launch.writes for launch in runnable.program.launches):
         row_slots = arena.read("row_slots")
         assert {place: int(row_slots[place]) for place in made.row_slots} == made.row_slots
     return made.places
@@ -80,31 +81,37 @@ def test_many_rows_are_sorted_for_an_expert_mlp(gpu: Gpu, lora: bool) -> None:
     for tokens, shape, tile_rows in ((390, 400, 64), (1025, 1025, 64), (2048, 2048, LORA_TILE)):
         batch, variant = patterned(MANY, tokens, "random"), Variant(shape, RoutingInput.TOPK, lora)
         runnable = layer.pool.build(variant, Plan.FUSED, captured=False)
-        assert [launch.kernel.name for launch in runnable.program.launches][:2] == ["narrow_sort", "expert_mlp"]
+        assert [launch.kernel.name for launch in runnable.program.launches][:2] == ["wide_sort", "expert_mlp"]
         layer.poison()
         layer.send(runnable, batch)
         layer.launch(runnable, "sort")
         assert_sorted(layer, runnable, batch, tile_rows if lora else 128)
 
 
-@pytest.mark.parametrize("narrow", [True, False], ids=["narrow", "any"])
+SORTS = {"narrow_sort": (1, 2, 8, 64, 256), "wide_sort": (257, 300, 400), "sort": (1, 2, 8, 64, 256, 300)}
+"""Shapes that each sort is tried with."""
+
+
+@pytest.mark.parametrize("kernel", SORTS)
 @pytest.mark.parametrize("pattern", ["random", "one", "one group", "nowhere"])
 @pytest.mark.parametrize("lora", [False, True], ids=["base", "lora"])
 @pytest.mark.parametrize("name", SPECS)
 def test_rows_are_sorted_stably_and_no_other_is_touched(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, name: str, lora: bool, pattern: str, narrow: bool
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, name: str, lora: bool, pattern: str, kernel: str
 ) -> None:
-    if not narrow:
+    if kernel == "sort":
         monkeypatch.setattr(Geometry, "sorts_narrow", lambda *_, **__: False)
-    layer, kernel = gpu.layer(SPECS[name], max_tokens=256), "narrow_sort" if narrow else "sort"
-    for tokens, shape in ((1, 1), (2, 2), (7, 8), (50, 64), (64, 64), (150, 256), (256, 256)):
-        batch, variant = patterned(layer.spec, tokens, pattern), Variant(shape, RoutingInput.TOPK, lora)
-        runnable = layer.pool.build(variant, Plan.FUSED, captured=False, apart=True)
+        monkeypatch.setattr(Geometry, "sorts_wide", lambda *_, **__: False)
+    layer, plan = gpu.layer(SPECS[name], max_tokens=400), Plan.SINGLE_STREAM if lora else Plan.FUSED
+    for shape in SORTS[kernel]:
+        batch, variant = patterned(layer.spec, shape - shape // 7, pattern), Variant(shape, RoutingInput.TOPK, lora)
+        runnable = layer.pool.build(variant, plan, captured=False, apart=True)
         assert [launch.kernel.name for launch in runnable.program.launches if launch.label == "sort"] == [kernel]
         layer.poison()
         layer.send(runnable, batch)
         layer.launch(runnable, "sort")
-        places = assert_sorted(layer, runnable, batch, token_tile(layer.geometry, shape, lora=lora))
+        wide_tile = layer.geometry.wide_tile(shape, lora=lora) if runnable.wide else None
+        places = assert_sorted(layer, runnable, batch, wide_tile or token_tile(layer.geometry, shape, lora=lora))
         assert (runnable.arena.read("tokens").view(torch.int16) == POISONED).all()
         layer.launch(runnable, "gather")
         assert_gathered(layer, runnable, batch, places)

@@ -13,14 +13,15 @@ from fake_layer import FakeLayer, parameters
 from moelet.graphs.buffers import RoutingInput
 from moelet.graphs.compiler import SOURCES
 from moelet.graphs.gemm_config import WIDE_PIECE, WIDE_TILES, wide_config
-from moelet.graphs.geometry import GROUP_ROWS, MLP_TOKENS, NARROW_ROWS, NARROW_SHARE, WIDE_ABOVE, Geometry
+from moelet.graphs.geometry import GROUP_ROWS, MLP_ROWS, MLP_TOKENS, WIDE_ABOVE, Geometry
 from moelet.graphs.hazards import EdgeKind, find_hazards
 from moelet.graphs.kernels import EPILOGUE_ACTIVATION, EPILOGUE_DOWN, wide_gemm
 from moelet.graphs.options import GraphOptions
 from moelet.graphs.planning import plan_memory
 from moelet.graphs.pool import Variant, eager_shapes
 from moelet.graphs.program import Plan
-from moelet.graphs.sort_launches import SORT_WARPS, inverse_of
+from moelet.graphs.sort_launches import inverse_of
+from moelet.graphs.sort_sizes import NARROW_ROWS, NARROW_SHARE, SORT_WARPS, WIDE_SORT_BLOCKS, SortSizes
 from moelet.graphs.wide_launches import WIDE_GATHER_BYTES, WIDE_PARTS, WIDE_SHRINK_BYTES, WIDE_SHRINK_THREADS
 from moelet.layer.spec import LayerSpec
 from ordering import labelled, ordering_edges
@@ -33,7 +34,7 @@ pytest.importorskip("cuda.bindings.driver")
 MANY = 300
 HOPPER_SHARED_BYTES = 227 << 10
 LABELS = {
-    False: ["count", "sort", "gather", "gate_up_gemm", "down_gemm", "finalize"],
+    False: ["sort", "gather", "gate_up_gemm", "down_gemm", "finalize"],
     True: [
         "sort",
         "gather and lora_shrink of gate_up",
@@ -105,12 +106,12 @@ def test_shapes_above_the_decode_limit_grow_by_half_and_then_double() -> None:
 
 @pytest.mark.parametrize(
     ("slots", "wide", "most"),
-    [(31, True, 8192), (224, True, 8192), (225, False, 4096), (300, False, 4096), (385, False, 2048)],
+    [(31, True, 8192), (153, True, 8192), (154, False, 8192), (194, False, 4096), (385, False, 2048)],
 )
 def test_more_slots_than_a_wide_sort_holds_are_sorted_in_parts(slots: int, wide: bool, most: int) -> None:
-    """What fits in parts of 2048 tokens by the sort of few is not refused."""
+    """What fits in parts of 2048 tokens by the sort of any is not refused."""
     geometry = Geometry.of(QWEN3_30B, router_fp32=False, max_loras=slots, max_lora_rank=8)
-    assert geometry.sort_shared_bytes(2048, slots=slots) <= HOPPER_SHARED_BYTES
+    assert geometry.sort_sizes(2048, slots=slots).any_bytes <= HOPPER_SHARED_BYTES
     assert (geometry.wide_tile(8192, lora=True) is not None) == wide
     assert geometry.wide_tile(8192, lora=False) == 256
     assert eager_shapes(geometry, 256, 8192)[-1] == most
@@ -160,26 +161,56 @@ def test_the_shrinks_ask_for_the_shared_memory_that_they_carve_up(
     check(tmp_path, constants_of(source, 'extern "C"'), asserts, {"MAX_N": tile, "BLOCK_M": 128})
 
 
-def test_the_sort_asks_for_the_shared_memory_that_it_carves_up(tmp_path: Path) -> None:
-    geometry = Geometry.of(QWEN3_30B, router_fp32=False, max_loras=3, max_lora_rank=8)
-    for slots in (0, 3, 31, 40):
-        keys = geometry.keys(slots=slots)
-        table = f"(({keys} <= kTableKeys) ? kThreads / 32 * {keys} : 0)"
-        taken = f"4 * (32 + 3 * {geometry.experts} + 2 * {keys}) + {table}"
-        asserts = [f"{taken} == {geometry.wide_sort_shared_bytes(slots=slots)}"]
-        check(tmp_path, constants_of("wide_sort.cu", "// `before` gets"), asserts)
+@pytest.mark.parametrize(
+    ("tokens", "slots", "tables"),
+    [(257, 0, 16), (8192, 3, 16), (8192, 35, 16), (8192, 36, 1), (2048, 40, 16), (2048, 42, 1), (8192, 153, 1)],
+)
+def test_a_block_of_the_sort_has_a_table_a_warp_or_one(tokens: int, slots: int, tables: int) -> None:
+    geometry = Geometry.of(QWEN3_30B, router_fp32=False, max_loras=slots, max_lora_rank=8)
+    sizes = geometry.sort_sizes(tokens, slots=slots)
+    assert sizes.wide_tables == tables
+    assert sizes.wide_bytes <= HOPPER_SHARED_BYTES
+
+
+def test_the_wide_sort_asks_for_the_shared_memory_that_it_carves_up(tmp_path: Path) -> None:
+    """Four arrays by key, of which a block's own sums are its one table's; a warp's run of rows; those by expert."""
+    asserts = [f"kThreads == {32 * SORT_WARPS}", f"kBlocks == {WIDE_SORT_BLOCKS}"]
+    for tokens, slots in ((300, 0), (2048, 3), (8192, 31), (8192, 40)):
+        geometry = Geometry.of(QWEN3_30B, router_fp32=False, max_loras=slots, max_lora_rank=8)
+        sizes = geometry.sort_sizes(tokens, slots=slots)
+        own = "0" if sizes.wide_tables == 1 else "quads_of(KEYS)"
+        by_key = f"8 * (4 * quads_of(KEYS) + {own} + {sizes.wide_tables} * quads_of(KEYS))"
+        taken = f"{by_key} + 4 * (kWarps * run_of(ROWS) + 32 + 4 * {geometry.experts})"
+        taken = taken.replace("KEYS", str(sizes.keys)).replace("ROWS", str(sizes.slot_rows))
+        asserts.append(f"{taken} == {sizes.wide_bytes}")
+    check(tmp_path, constants_of("wide_sort.cu", "// By key, four"), asserts)
+
+
+@pytest.mark.parametrize("keys", [1, 2, 3, 127, 128, 1152, 65534])
+def test_a_row_without_a_key_has_other_bits_than_any_key(keys: int) -> None:
+    bits = SortSizes(slot_rows=8, experts=1, keys=keys).key_bits
+    no_key = 0xFFFF & (1 << bits) - 1
+    assert keys - 1 < no_key <= 0xFFFF
 
 
 def test_few_blocks_sort_few_slot_rows_and_no_more_than_they_can_count(tmp_path: Path) -> None:
     asserts = [f"kShare == {NARROW_SHARE}", f"kMaxRows == {NARROW_ROWS}", f"kThreads == {32 * SORT_WARPS}"]
     check(tmp_path, constants_of("narrow_sort.cu", "// What is counted"), asserts)
     geometry = Geometry.of(QWEN3_30B, router_fp32=False, max_loras=300, max_lora_rank=8)
-    assert geometry.sorts_narrow(2048, slots=0)
-    assert not geometry.sorts_narrow(2049, slots=0), "more than an expert MLP takes"
-    assert replace(geometry, num_shared=1).sorts_narrow(1820, slots=0)
-    assert not replace(geometry, num_shared=1).sorts_narrow(1821, slots=0), "more rows than fit into its counts"
     assert geometry.sorts_narrow(WIDE_ABOVE, slots=200)
+    assert not geometry.sorts_narrow(WIDE_ABOVE + 1, slots=0), "many"
     assert not geometry.sorts_narrow(1, slots=300), "more counters than there is shared memory for"
+    assert not replace(geometry, top_k=65).sorts_narrow(WIDE_ABOVE, slots=0), "more rows than fit into its counts"
+
+
+def test_an_expert_mlp_takes_no_more_rows_than_it_can_count() -> None:
+    """With the padding of 1024 experts they fit into 16 bits."""
+    geometry = Geometry.of(QWEN3_30B, router_fp32=False, max_loras=0, max_lora_rank=8)
+    geometry = replace(geometry, num_experts=1024, num_local_experts=1024)
+    assert geometry.mlp_takes(MLP_TOKENS, lora=False)
+    assert not geometry.mlp_takes(MLP_TOKENS + 1, lora=False)
+    assert replace(geometry, top_k=9).mlp_takes(MLP_ROWS // 9, lora=False)
+    assert not replace(geometry, top_k=9).mlp_takes(MLP_ROWS // 9 + 1, lora=False)
 
 
 @given(st.integers(2, 1 << 16), st.integers(0, 1 << 16), st.integers(-1, 1))
@@ -211,21 +242,21 @@ def test_many_tokens_are_run_by_one_chain_of_programmatic_launches(layer: FakeLa
         assert [(labels[edge.source], labels[edge.target]) for edge in programmatic] == chain
 
 
-@pytest.mark.parametrize("tokens", [WIDE_ABOVE, WIDE_ABOVE + 1, MLP_TOKENS, MLP_TOKENS + 1])
+@pytest.mark.parametrize("tokens", [WIDE_ABOVE, WIDE_ABOVE + 1, MLP_TOKENS + 1])
 @pytest.mark.parametrize("plan", Plan)
-def test_more_than_so_many_are_sorted_by_two_kernels(plan: Plan, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With adapters more than one kernel can sort in few trips to memory; but where a delta is kept apart none are:
-    what adds it asks for the slot of each row, which one kernel alone tells."""
+def test_many_are_sorted_by_clusters_and_slots_told_where_they_are_asked_for(
+    plan: Plan, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What adds a delta that is kept apart asks for the slot of each row, and nothing else does."""
     layer = FakeLayer(monkeypatch, FEW_EACH, (tokens,))
     for variant in (Variant(tokens, RoutingInput.TOPK, lora) for lora in (False, True)):
         launches = layer.pool.build(variant, plan, captured=False).program.launches
         apart = variant.lora and plan is not Plan.FUSED
-        counted = not apart and tokens > (MLP_TOKENS if variant.lora else WIDE_ABOVE)
         kernels = [launch.kernel.name for launch in launches]
-        one = "narrow_sort" if tokens <= MLP_TOKENS else "sort"
-        assert kernels[: 1 + counted] == (["wide_count", "wide_sort"] if counted else [one])
+        assert kernels[0] == ("wide_sort" if tokens > WIDE_ABOVE else "narrow_sort")
         gathers = {"wide_gather", "wide_gather_shrink"} & set(kernels)
         assert bool(gathers) is (tokens > WIDE_ABOVE and not apart)
+        assert ("row_slots" in launches[0].writes) is apart
         assert any("row_slots" in launch.reads for launch in launches) is apart
 
 

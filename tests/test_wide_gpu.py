@@ -19,6 +19,7 @@ from moelet.graphs.buffers import RoutingInput
 from moelet.graphs.gemm_config import WIDE_TILES
 from moelet.graphs.hazards import find_hazards
 from moelet.graphs.program import Plan
+from moelet.graphs.sort_sizes import SORT_WARPS, SortSizes
 from moelet.layer.adapter import Adapter
 from moelet.layer.layout import block_major_k
 from moelet.layer.spec import LayerSpec, RoutingSpec
@@ -99,14 +100,18 @@ def test_rows_are_sorted_alike_where_experts_have_too_few_for_wide_gemms(gpu: Gp
     assert_sorted(case, lora=True)
 
 
+@pytest.mark.parametrize("tables", [SORT_WARPS, 1])
 @pytest.mark.parametrize("lora", [False, True], ids=["base", "lora"])
 @pytest.mark.parametrize(("tokens", "one"), [(MANY, False), (MANY, True), (2049, False)])
-def test_more_tokens_than_one_kernel_takes_are_sorted_alike(gpu: Gpu, tokens: int, one: bool, lora: bool) -> None:
+def test_a_sort_of_several_chunks_a_warp_needs_no_more_than_one_table(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tokens: int, one: bool, lora: bool, tables: int
+) -> None:
+    monkeypatch.setattr(SortSizes, "wide_tables", tables)
     spec = SPECS["tile 256, one K-block"]
-    layer = gpu.layer(spec, max_tokens=MANY, max_loras=len(adapters_of(spec)), seed=3, rank=104)
+    layer = gpu.layer(spec, max_tokens=MANY, max_loras=len(adapters_of(spec)), seed=tables, rank=104)
     layer.install(adapters_of(spec))
     case = placed(layer, tokens, MANY, lora=lora, one=one, plan=Plan.FUSED)
-    assert [launch.label for launch in case.runnable.program.launches][:2] == ["count", "sort"]
+    assert [launch.kernel.name for launch in case.runnable.program.launches][:1] == ["wide_sort"]
     assert_sorted(case, lora=lora, shape=MANY)
 
 

@@ -1,4 +1,4 @@
-// Clusters of two blocks: what one writes into the other's shared memory, and copies to both.
+// Clusters of blocks: barriers of all, what one reads and writes in another's shared memory, and copies to both of two.
 #pragma once
 
 #include "common/barrier.cuh"
@@ -11,9 +11,12 @@ __device__ __forceinline__ int cluster_rank() {
     return rank;
 }
 
-// All threads of both blocks; what they did to shared memory before is seen by both.
+// All threads of all blocks arrive, and wait for each other; what they did to shared memory before is seen by all.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 __device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+    cluster_arrive();
+    cluster_wait();
 }
 
 // The address of block `rank`'s variable that lies where `pointer` does in this one.
@@ -21,6 +24,13 @@ __device__ __forceinline__ uint32_t cluster_address(const void* pointer, int ran
     uint32_t address;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
     return address;
+}
+
+// What lies there.
+__device__ __forceinline__ uint64_t load_from(const uint64_t* pointer, int rank) {
+    uint64_t value;
+    asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(value) : "r"(cluster_address(pointer, rank)) : "memory");
+    return value;
 }
 
 __device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, int rank) {

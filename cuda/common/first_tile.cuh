@@ -57,22 +57,35 @@ struct TileCount {
     }
 };
 
-// Counts the tokens of every expert in shared memory. All threads of the block take part, `kCounting` of them count;
-// the first barrier waits for none of the loads.
-template <int kCounting>
+__device__ __forceinline__ void load_ids(int (&ids)[1], const int* source) { ids[0] = __ldg(source); }
+__device__ __forceinline__ void load_ids(int (&ids)[4], const int* source) {
+    const int4 four = __ldg(reinterpret_cast<const int4*>(source));
+    ids[0] = four.x;
+    ids[1] = four.y;
+    ids[2] = four.z;
+    ids[3] = four.w;
+}
+
+// Counts the tokens of every expert in shared memory. All threads of the block take part, `kCounting` of them count,
+// each `kEach` ids by one load; the first barrier waits for none of the loads. Ids lie in memory of whole 16 bytes,
+// with whatever behind them.
+template <int kCounting, int kEach>
 __device__ __forceinline__ void count_tokens(const Routing& routing, int num_tokens, int max_tokens, int* counts) {
-    constexpr int kBatch = 8;  // ids in flight a thread
+    constexpr int kBatch = 8;  // loads in flight a thread
+    constexpr int kStep = kEach * kCounting;
     const int max_rows = max_tokens * routing.top_k;
     const int num_shared = routing.choices - routing.top_k;
     const bool counting = threadIdx.x < kCounting;
 #pragma unroll 1
-    for (int start = 0; start < max_rows; start += kBatch * kCounting) {
-        int ids[kBatch];
+    for (int start = 0; start < max_rows; start += kBatch * kStep) {
+        int ids[kBatch][kEach];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-            if (start + i * kCounting >= max_rows) break;
-            const int row = start + i * kCounting + threadIdx.x;
-            ids[i] = counting && row < max_rows ? __ldg(routing.topk_ids + row) : -1;
+            if (start + i * kStep >= max_rows) break;
+            const int row = start + i * kStep + kEach * threadIdx.x;
+#pragma unroll
+            for (int j = 0; j < kEach; ++j) ids[i][j] = -1;
+            if (counting && row < max_rows) load_ids(ids[i], routing.topk_ids + row);
         }
         if (start == 0) {
 #pragma unroll 1
@@ -81,11 +94,14 @@ __device__ __forceinline__ void count_tokens(const Routing& routing, int num_tok
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-            if (start + i * kCounting >= max_rows) break;
-            const int row = start + i * kCounting + threadIdx.x;
-            const int expert = ids[i] - routing.local_offset;
-            if (row < num_tokens * routing.top_k && expert >= 0 && expert < routing.num_local)
-                atomicAdd(&counts[expert], 1);
+            if (start + i * kStep >= max_rows) break;
+            const int row = start + i * kStep + kEach * threadIdx.x;
+#pragma unroll
+            for (int j = 0; j < kEach; ++j) {
+                const int expert = ids[i][j] - routing.local_offset;
+                if (row + j < num_tokens * routing.top_k && expert >= 0 && expert < routing.num_local)
+                    atomicAdd(&counts[expert], 1);
+            }
         }
     }
     for (int i = threadIdx.x; i < num_shared; i += blockDim.x) counts[routing.num_local + i] = num_tokens;

@@ -14,7 +14,6 @@ struct bf16 {
     uint16_t bits;
 };
 
-__device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float(uint32_t(x.bits) << 16); }
 __device__ __forceinline__ float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_half(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 

@@ -96,6 +96,6 @@ __device__ __forceinline__ int row_tile_pairs(const Gemm& gemm) { return ceil_di
 __device__ __forceinline__ int row_tile_of(const Gemm& gemm, int item, int rank) {
     return item % row_tile_pairs(gemm) * kCluster + rank;
 }
-__device__ __forceinline__ int stored_row_tile_of(const Gemm& gemm, int item, int rank) {
+__device__ __forceinline__ int multiplied_row_tile_of(const Gemm& gemm, int item, int rank) {
     return min(row_tile_of(gemm, item, rank), gemm.row_tiles - 1);
 }

@@ -138,7 +138,7 @@ struct WideLoraProducer {
             const int item = memory.ring.lora_items.hear(heard_items);
             if (item == kNoItem) break;
             const TokenTile tile = gemm.tiles[item / row_tile_pairs(gemm)];
-            const int row_tile = stored_row_tile_of(gemm, item, rank);
+            const int row_tile = multiplied_row_tile_of(gemm, item, rank);
             reached = -1;
             load_groups(tile, row_tile, Groups(gemm, tile, row_tile, lane), item);
             if (reached < 0) memory.ring.lora_starts.hear(heard_starts);

@@ -14,7 +14,7 @@ struct WideSource {
     int half_bytes;
 
     __device__ __forceinline__ WideSource(const Gemm& gemm, const TokenTile& tile, int item, int rank) : tile(tile) {
-        row_tile = stored_row_tile_of(gemm, item, rank);
+        row_tile = multiplied_row_tile_of(gemm, item, rank);
         weights = gemm.weights + (int64_t(tile.expert) * gemm.k_blocks * gemm.row_tiles + row_tile) * kWeightBytes;
         tokens = gemm.tokens + int64_t(tile.first_row) * kBlockBytes;
         const int padded_rows = round_up(tile.num_rows, kRowAlign);
@@ -33,9 +33,9 @@ struct WideProducer {
     Cursor<kSent> sent;
     Cursor<2> told_items;
     Cursor<2> told_starts;
-    const uint64_t policy = evict_first_policy();
+    const uint64_t weight_policy = evict_first_policy();
     // Tokens are read again for each pair of row tiles; with adapters, smaller tiles are faster for letting them go.
-    const uint64_t token_policy = LORA && MAX_N <= 160 ? policy : evict_normal_policy();
+    const uint64_t token_policy = LORA && MAX_N <= 160 ? weight_policy : evict_normal_policy();
     const int lane = threadIdx.x % 32;
     const int rank = cluster_rank();
 
@@ -47,7 +47,7 @@ struct WideProducer {
         barrier_expect(full, kWeightBytes + source.token_bytes);
         if (LORA) barrier_arrive(full);
         bulk_load(memory.stages + stage * kStageBytes, source.weights + int64_t(block) * gemm.row_tiles * kWeightBytes,
-                  kWeightBytes, full, policy);
+                  kWeightBytes, full, weight_policy);
     }
     __device__ __forceinline__ void load_tokens(const WideSource& source, int block, int stage) {
         if (lane != 0 || source.half_bytes == 0) return;
