@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..layer.adapter import KeptAdapter
-from ..layer.engine import Finished, Forward, LayerBatch
+from ..layer.engine import Finished, Forward, LayerBatch, check_slot
 from ..layer.errors import RequestError
 from ..layer.spec import ModelSpec
 from ..layer.weights import LayerWeights
@@ -190,7 +190,7 @@ class GraphEngine:
         bank.install(slot, adapter)
 
     def remove_adapter(self, slot: int) -> None:
-        """Leave ``slot`` empty."""
+        """Leave ``slot`` empty; see ``Engine``."""
         bank = self._slot_bank(slot)
         self._device.make_current()
         bank.remove(slot)
@@ -257,6 +257,6 @@ class GraphEngine:
         )
 
     def _slot_bank(self, slot: int) -> SlotBank:
-        if self._bank is None or not 0 <= slot < self.max_loras:
-            raise RequestError(f"there is no adapter slot {slot}: there are {self.max_loras}", "slot")
+        check_slot(slot, self.max_loras if self._bank is not None else 0)
+        assert self._bank is not None
         return self._bank

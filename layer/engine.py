@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .adapter import KeptAdapter
-from .errors import RequestError
+from .errors import EngineError, RequestError
 from .spec import LayerSpec, ModelSpec
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
@@ -110,6 +110,13 @@ def _expect_range(name: str, tensor: Tensor, stop: int) -> int:
     return int(high)
 
 
+def check_slot(slot: int, max_loras: int) -> None:
+    """Raise ``EngineError`` unless ``slot`` is one of the adapter slots ``0 .. max_loras - 1``."""
+    if not 0 <= slot < max_loras:
+        there = f"the slots are 0 to {max_loras - 1}" if max_loras else "there are none"
+        raise EngineError(f"there is no adapter slot {slot}: {there}")
+
+
 Lend = Callable[[int], memoryview | None]
 """As ``Engine.input_memory``."""
 
@@ -205,11 +212,14 @@ class Engine(Protocol):
         """Put ``adapter``, an ``Adapter`` or what this kind of engine keeps, into ``slot`` whole: the next ``forward``
         sees all of it and nothing of what was there.
 
-        Raises ``AdapterRefusedError`` if its rank exceeds ``max_lora_rank``.
+        Raises ``EngineError`` for a slot that is not there, as ``check_slot`` does and before it looks at anything
+        else: whoever numbers slots is at fault, and no request. ``AdapterRefusedError`` if the adapter's rank exceeds
+        ``max_lora_rank``. Both change nothing.
         """
 
     def remove_adapter(self, slot: int) -> None:
-        """Leave ``slot`` empty; removing from an empty slot does nothing."""
+        """Leave ``slot`` empty; removing from an empty slot does nothing. Raises ``EngineError`` for a slot that is not
+        there, likewise."""
 
     def plans(self, layer: int) -> Sequence[Mapping[str, Any]]:
         """Which execution plan runs at which token count, and why, for people to read."""

@@ -75,6 +75,9 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_5_moe_text": _QWEN35,
 }
 
+SAME_AS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+"""Model types that are another of them under a name that transformers does not know."""
+
 _WHY_NOT: Mapping[str, str] = {
     "deepseek_v2": "it scores expert groups by their maximum",
     "gpt_oss": "its router and experts have biases and its activation is clamped",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .adapter import Adapter, KeptAdapter, LayerAdapter
 from .cpu_layer import layer_output
-from .engine import Finished, Forward, LayerBatch
+from .engine import Finished, Forward, LayerBatch, check_slot
 from .errors import AdapterRefusedError, EngineError, RequestError
 from .spec import LayerSpec, ModelSpec
 from .weights import LayerWeights
@@ -78,16 +78,20 @@ class ReferenceEngine:
     def install_adapter(self, slot: int, adapter: KeptAdapter) -> None:
         """Put ``adapter``, an ``Adapter``, into ``slot``, in place of what is there.
 
-        Raises ``AdapterRefusedError`` if its rank exceeds ``max_lora_rank``.
+        Raises ``EngineError`` for a slot that is not there, ``AdapterRefusedError`` if the adapter's rank exceeds
+        ``max_lora_rank``.
         """
+        check_slot(slot, self.max_loras)
         assert isinstance(adapter, Adapter)
         if adapter.max_rank > self.max_lora_rank:
             raise AdapterRefusedError("r", f"a rank of at most {self.max_lora_rank}", str(adapter.max_rank))
-        self._slots[self._checked(slot)] = adapter
+        self._slots[slot] = adapter
 
     def remove_adapter(self, slot: int) -> None:
-        """Leave ``slot`` empty; removing from an empty slot does nothing."""
-        self._slots[self._checked(slot)] = None
+        """Leave ``slot`` empty; removing from an empty slot does nothing. Raises ``EngineError`` for a slot that is not
+        there."""
+        check_slot(slot, self.max_loras)
+        self._slots[slot] = None
 
     def plans(self, layer: int) -> Sequence[Mapping[str, Any]]:
         """The one plan there is. Raises ``LayerNotServedError``."""
@@ -98,11 +102,6 @@ class ReferenceEngine:
         """Let go of weights and adapters; the engine is unusable afterwards."""
         self._weights = {}
         self._slots = [None] * self.max_loras
-
-    def _checked(self, slot: int) -> int:
-        if not 0 <= slot < self.max_loras:
-            raise EngineError(f"adapter slots are 0..{self.max_loras - 1}, got {slot}")
-        return slot
 
     def _layer_weights(self, spec: LayerSpec) -> LayerWeights:
         weights = self._weights.get(spec.index)

@@ -73,6 +73,17 @@ class AdapterTable:
         except KeyError:
             raise self._not_loaded(name) from None
 
+    def available(self, name: str) -> AdapterVersion:
+        """The current version, which requests may acquire. Raises ``AdapterNotLoadedError``, also while it drains."""
+        version = self.current(name)
+        if version.draining:
+            raise self._not_loaded(name)
+        return version
+
+    def all_available(self) -> list[AdapterVersion]:
+        """The current versions that requests may acquire, by name: all that do not drain."""
+        return [version for version in self if not version.draining]
+
     def put(self, name: str, adapter: KeptAdapter, *, pinned: bool = False, replace: bool = False) -> AdapterVersion:
         """Make ``adapter`` the current version of ``name``; with ``replace`` the old one, if any, is retired.
 
@@ -101,9 +112,7 @@ class AdapterTable:
 
     def acquire(self, name: str) -> AdapterVersion:
         """The current version, held for one request. Raises ``AdapterNotLoadedError``, also while it drains."""
-        version = self.current(name)
-        if version.draining:
-            raise self._not_loaded(name)
+        version = self.available(name)
         version.in_flight += 1
         self._touch(version)
         return version
@@ -271,5 +280,5 @@ class AdapterTable:
     def _not_loaded(self, name: str) -> AdapterNotLoadedError:
         evicted = ": it was evicted to make room for others" if self._departed.was_evicted(name) else ""
         why = "is being unloaded" if name in self._current else f"is not loaded{evicted}"
-        loaded = ", ".join(v.name for v in self if not v.draining) or "none"
+        loaded = ", ".join(version.name for version in self.all_available()) or "none"
         return AdapterNotLoadedError(f"the adapter {name!r} {why}; loaded: {loaded}")

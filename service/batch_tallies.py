@@ -19,7 +19,7 @@ class BatchTallies:
     """
 
     def __init__(self, seconds: Callable[[str, str], Distribution], register: Callable[[Any], None]) -> None:
-        self.queue_seconds = seconds("moelet_queue_seconds", "From a forward's admission to its batch")
+        self.queue_seconds = seconds("moelet_queue_seconds", "From a forward's admission to its first batch")
         self.copy_in_seconds = seconds("moelet_copy_in_seconds", "From a batch's turn to its being begun")
         self.compute_seconds = seconds("moelet_compute_seconds", "From then to a batch's output on the host")
         self.copy_out_seconds = seconds("moelet_copy_out_seconds", "From then to its parts handed to their requests")
@@ -45,9 +45,11 @@ class BatchTallies:
 
     def begun(self, batch: Batch) -> None:
         """Count a batch that was formed."""
-        for part in batch.parts:
-            self.queue_seconds.observe(batch.taken_at - part.work.queued_at)
-        self.requests.observe(len(batch.parts))
+        parts = batch.parts
+        for part in parts:
+            if part.first:
+                self.queue_seconds.observe(batch.taken_at - part.work.queued_at)
+        self.requests.observe(len(parts) if len(parts) == 1 else len({id(part.work) for part in parts}))
         self.tokens.observe(batch.num_tokens)
         shapes = self._shapes.get(batch.parts[0].batch.layer, ())
         place = bisect_left(shapes, batch.num_tokens)

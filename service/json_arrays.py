@@ -1,6 +1,7 @@
 """JSON from unknown hands: an object, and its arrays of numbers, a whole array at a time."""
 
 import json
+import math
 from collections.abc import Iterable
 from itertools import chain
 from typing import Any
@@ -17,16 +18,23 @@ JSON_KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boole
 MOST_DIMENSIONS = 8
 """Of nested lists, how many levels are told when they are too many."""
 
+INTEGERS = range(-(2**63), 2**64)
+"""Numbers that JSON writes as integers and that are read as such; others are read as floats."""
+PLAIN_DIGITS = 19
+"""With fewer of them an integer is one of those."""
+SHOWN_DIGITS = 40
+
 
 def load_object(text: bytes, what: str = "the body") -> dict[str, Any]:
     """The JSON object in ``text``, which a client knows as ``what``; bare ``NaN``, ``Infinity`` and ``-Infinity`` are
-    numbers. Raises ``RequestError``."""
+    numbers. A number with a fraction or an exponent, or outside of ``INTEGERS``, is read as float64. Raises
+    ``RequestError``, for a number that float64 does not reach too."""
     try:
         value = _load(text)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"{what} is not valid JSON: {error}") from None
-    except ValueError:  # Python's bound on what it makes an int of
-        raise RequestError(f"{what} has a number of more digits than any float has") from None
+    except OverflowError as error:
+        raise RequestError(f"{what} has a number beyond every float64: {error}") from None
     if not isinstance(value, dict):
         raise RequestError(f"{what} should be a JSON object, got {kind(value)}")
     return value
@@ -83,21 +91,46 @@ def expert_ids(array: Array, num_experts: int) -> Tensor:
 
 
 def _load(body: bytes) -> Any:
+    """What orjson makes of ``body``, or else Python, which reads the same numbers and bare constants too.
+
+    It is Python that says what is wrong, whether or not there are any.
+    """
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError:
-        if b"NaN" not in body and b"Infinity" not in body:
+        constants: list[str] = []
+
+        def constant(text: str) -> float:
+            constants.append(text)
+            return float(text)
+
+        value = json.loads(str(body, "utf-8"), parse_int=_integer, parse_float=_float, parse_constant=constant)
+        if not constants:  # what only Python takes
             raise
-        return json.loads(body)
+        return value
+
+
+def _integer(text: str) -> int | float:
+    if len(text) < PLAIN_DIGITS:
+        return int(text)
+    number = _float(text)  # first, as Python makes no int of thousands of digits
+    return exact if (exact := int(text)) in INTEGERS else number
+
+
+def _float(text: str) -> float:
+    """Raises ``OverflowError`` that shows a number which is too large."""
+    number = float(text)
+    if math.isinf(number):
+        raise OverflowError(text if len(text) <= SHOWN_DIGITS else f"{text[:SHOWN_DIGITS]}…")
+    return number
 
 
 def _numbers(value: list[Any], elements: Iterable[Any], wanted: str, field: str) -> Array:
     strangers = {kind for kind in set(map(type, elements)) if kind not in (int, float)}
-    array = None if strangers else np.array(value) if value else np.empty(0, np.int64)
-    if array is None or array.dtype.kind not in "iuf":
-        found = sorted({JSON_KINDS.get(stranger, "null") for stranger in strangers}) or ["a huge number"]
+    if strangers:
+        found = sorted({JSON_KINDS.get(stranger, "null") for stranger in strangers})
         raise RequestError(f"{wanted}, got {' and '.join(found)} among them", field)
-    return array
+    return np.array(value) if value else np.empty(0, np.int64)
 
 
 def _is_ragged(value: list[Any]) -> bool:

@@ -59,7 +59,7 @@ class Keys:
                 sent = value
         if sent is None or sent[:7].lower() != b"bearer ":
             return Right.NONE
-        found = digest(sent[7:].strip(b" "))
+        found = digest(sent[7:].lstrip(b" "))
         right = Right.NONE
         for known in self._api:
             if compare_digest(found, known):

@@ -11,8 +11,8 @@ class Limits:
 
     ``max_batch_tokens``   tokens of one engine call; None: the engine's ``batch_tokens`` for several requests and for
                            one of several adapters, its ``most_tokens`` for any other
-    ``max_queue``          requests that may wait for the engine
-    ``max_queue_bytes``    bytes of their tensors; one request may exceed it alone
+    ``max_queue``          requests of which nothing has entered a batch yet
+    ``max_queue_bytes``    bytes of all tensors that wait; one request may exceed it alone
     ``queue_delay_s``      how long an under-filled batch waits for more while the engine is busy
     ``request_timeout_s``  how long a request may take
     """

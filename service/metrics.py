@@ -56,7 +56,7 @@ class Metrics:
         tokens: Callable[[], int],
         adapters: Callable[[], Collection[str]] = lambda: (),
     ) -> None:
-        """Ask these at each scrape how many forwards wait, with how many tokens, and for which adapters."""
+        """Ask these at each scrape how many forwards wait, how many tokens do, and for which adapters."""
         self._queue.requests, self._queue.tokens, self._queue.adapters = requests, tokens, adapters
 
     def watch_adapters(self, adapters: AdapterRegistry) -> None:

@@ -15,12 +15,13 @@ from .lifecycle import Lifecycle
 
 
 class QueueState(Collector):
-    """Forwards in flight, and those of them that wait for the engine; under the names of vLLM's gauges too, which
-    inference gateways look for.
+    """Forwards in flight, and those of them that wait: nothing of them has entered a batch yet; under the names of
+    vLLM's gauges too, which inference gateways look for.
 
-    ``requests``, ``tokens``   how many wait
-    ``adapters``               the names of adapters that they wait with
-    ``connections``            how many are open
+    ``requests``      how many wait
+    ``adapters``      the names of adapters that they wait with
+    ``tokens``        how many wait for a batch, of forwards too of which others are being computed
+    ``connections``   how many are open
     """
 
     def __init__(self, in_flight: Callable[[], int]) -> None:
@@ -34,8 +35,8 @@ class QueueState(Collector):
         """The queue as it is."""
         in_flight, waiting = self.in_flight(), self.requests()
         yield GaugeMetricFamily("moelet_requests_in_flight", "Forwards being worked on", value=in_flight)
-        yield GaugeMetricFamily("moelet_queue_requests", "Forwards that wait for the engine", value=waiting)
-        yield GaugeMetricFamily("moelet_queue_tokens", "Tokens of those forwards", value=self.tokens())
+        yield GaugeMetricFamily("moelet_queue_requests", "Forwards that wait for their first batch", value=waiting)
+        yield GaugeMetricFamily("moelet_queue_tokens", "Tokens that wait for a batch", value=self.tokens())
         yield GaugeMetricFamily("moelet_connections", "Open connections", value=self.connections())
         running = max(0, in_flight - waiting)
         yield GaugeMetricFamily("vllm:num_requests_running", "Forwards in flight that do not wait", value=running)
@@ -56,9 +57,9 @@ class AdapterState(Collector):
         for name, count in in_flight.items():
             by_name.add_metric([name], count)
         yield by_name
-        sizes = [version.adapter.facts.nbytes for version in table]
-        yield GaugeMetricFamily("moelet_adapters_loaded", "Adapters that requests may name", value=len(sizes))
-        yield GaugeMetricFamily("moelet_adapter_host_bytes", "Host memory that they take", value=sum(sizes))
+        available, held = len(table.all_available()), sum(version.adapter.facts.nbytes for version in table)
+        yield GaugeMetricFamily("moelet_adapters_loaded", "Adapters that requests may name", value=available)
+        yield GaugeMetricFamily("moelet_adapter_host_bytes", "Host memory of all adapters", value=held)
         resident = sum(version is not None for version in table.slot_table())
         yield GaugeMetricFamily("moelet_adapter_slots", "Adapter slots of the engine", value=table.max_loras)
         yield GaugeMetricFamily("moelet_adapters_in_slots", "Adapter slots that are taken", value=resident)

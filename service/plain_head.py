@@ -2,7 +2,7 @@
 
 import httptools
 
-from .protocol import MAX_HEADERS
+from .protocol import MAX_HEADERS, OWS
 
 UNUSUAL = frozenset((b"transfer-encoding", b"content-encoding", b"expect", b"upgrade"))
 """Headers of requests that are left to the application."""
@@ -42,7 +42,7 @@ class Head:
         self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.listed.append((name.lower(), value))
+        self.listed.append((name.lower(), value.strip(OWS)))
 
     def on_headers_complete(self) -> None:
         self._ended = True

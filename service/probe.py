@@ -13,7 +13,8 @@ def main(arguments: Sequence[str]) -> int:
     if len(arguments) != 1 or not arguments[0].startswith("/"):
         print("usage: python -m moelet.service.probe PATH, such as /health", file=sys.stderr)
         return 2
-    port = os.environ.get("MOELET_PORT") or "8000"
+    # as the service reads it: in any case, and empty is absent
+    port = next((value for name, value in os.environ.items() if name.lower() == "moelet_port" and value), "8000")
     if not (port.isascii() and port.isdecimal()):
         print(f"MOELET_PORT should be the number of a port, got {port!r}", file=sys.stderr)
         return 2

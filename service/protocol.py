@@ -21,6 +21,9 @@ MAX_HEADERS = 128
 
 BODY_HEADERS = (b"content-length", b"transfer-encoding")
 
+OWS = b" \t"
+"""What may stand around a header's value and is no part of it (RFC 9110, 5.6.3). Parsers differ in what they leave."""
+
 
 class Protocol(HttpToolsProtocol):
     """uvicorn's protocol, whose own refusals are JSON and carry an ``X-Request-Id``.
@@ -88,7 +91,7 @@ class Protocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header; one that comes behind the body is dropped, as what it says was decided by then."""
         if self._in_head and not self._repeats_head:
-            super().on_header(name, value)
+            super().on_header(name, value.strip(OWS))
 
     def on_headers_complete(self) -> None:
         """The head has ended."""

@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import logging
+import mmap
 import os
 import signal
 import socket
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 
 NAME = b"moelet-adapters"
 LONGEST_MESSAGE = 2 * max(LONGEST_PATH, parcels.LONGEST_LETTER)
+LONGEST_NUMBER = 20
+"""Digits of a question's number, and what ends it."""
 OOM_SCORE = b"500"
 """Where the host runs out of memory, a load should fail and not the service."""
 NICENESS = 5
@@ -32,6 +35,7 @@ Job = Callable[[str, str], KeptAdapter | Found]
 """What a question asks for by number: two texts to an adapter, and with it the folder where a client's path led."""
 _SET_DEATH_SIGNAL, _SET_NAME = 1, 15
 _LAST_OF_STDIO = 2
+_NUMBER_BYTES = 8
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that are meant for the service, and reach all of its group."""
 
@@ -84,16 +88,21 @@ def _close_others(kept: int) -> None:
 
 def supervise(connection: socket.socket, jobs: Sequence[Job]) -> None:
     """Start readers until one ends of itself: the service has closed its end of ``connection``, or the reader may not
-    do here what it has to. The service learns that from the end of this process."""
+    do here what it has to. The service learns that from the end of this process.
+
+    Of a reader that a signal ended it is told how, behind the number of the last question that any reader began: one
+    that none began is still there for the next reader.
+    """
+    begun = mmap.mmap(-1, _NUMBER_BYTES)
     while True:
         supervisor = os.getpid()
         if (pid := fork()) == 0:
-            be(partial(_serve, connection, jobs), supervisor, connection)
+            be(partial(_serve, connection, jobs, begun), supervisor, connection)
         _, status = os.waitpid(pid, 0)
         if not os.WIFSIGNALED(status) or os.WTERMSIG(status) == signal.SIGSYS:
             return
         with suppress(ConnectionError):  # the next reader meets that as well, and ends in peace
-            connection.send(killed(os.WTERMSIG(status)))
+            connection.send(b"%d %b" % (int.from_bytes(begun[:], "little"), killed(os.WTERMSIG(status))))
 
 
 def killed(number: int) -> bytes:
@@ -101,14 +110,14 @@ def killed(number: int) -> bytes:
     return f"killed by signal {int(number)}".encode()
 
 
-def _serve(connection: socket.socket, jobs: Sequence[Job]) -> None:
-    """Read adapters until nobody can ask any more, or be told."""
+def _serve(connection: socket.socket, jobs: Sequence[Job], begun: mmap.mmap) -> None:
+    """Read adapters until nobody can ask any more, or be told; ``begun`` gets the number of each question."""
     gc.freeze()
     _prefer_as_victim()
     os.nice(NICENESS)
     torch.set_num_threads(1)
     trim = ctypes.CDLL(None).malloc_trim
-    while message := _question(connection):
+    while message := _question(connection, begun):
         number, job, *what = message.split(b"\0")
         file, letter = _outcome(partial(jobs[int(job)], *map(os.fsdecode, what)))
         try:
@@ -120,9 +129,12 @@ def _serve(connection: socket.socket, jobs: Sequence[Job]) -> None:
         trim(0)  # what an adapter took, which may be gigabytes, is the host's again
 
 
-def _question(connection: socket.socket) -> bytes:
-    """The next message; empty where none will come."""
+def _question(connection: socket.socket, begun: mmap.mmap) -> bytes:
+    """The next message; empty where none will come. Its number is in ``begun`` before it is taken: it can be lost with
+    this process, and then that is known."""
     try:
+        number = connection.recv(LONGEST_NUMBER, socket.MSG_PEEK).partition(b"\0")[0]
+        begun[:] = int(number or 0).to_bytes(_NUMBER_BYTES, "little")
         return connection.recv(LONGEST_MESSAGE)
     except ConnectionError:  # the service was ended and had not taken the last answer
         return b""

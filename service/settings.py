@@ -92,9 +92,13 @@ def keys(value: Any) -> Any:
 
 SECRETS = ("api_key", "admin_api_key")
 
+INSTEAD_OF = {"checkpoint": ("demo", False), "demo": ("checkpoint", None), "host": ("uds", None), "port": ("uds", None)}
+"""Options that stand in the place of another: given on the command line they win over its variable too, and it has the
+value beside it."""
+
 
 class Settings(BaseSettings):
-    """The options of ``serve``; each is also ``MOELET_<NAME>`` in the environment, and the option wins.
+    """The options of ``serve``; each is also ``MOELET_<NAME>`` in the environment, in any case, and the option wins.
 
     ``plan``, ``max_decode_tokens`` and ``decode_shapes`` concern the GPU engine alone.
     """
@@ -133,7 +137,7 @@ class Settings(BaseSettings):
     def _one_checkpoint(self) -> Self:
         if self.demo == (self.checkpoint is not None):
             raise ValueError(
-                "CHECKPOINT or --demo: give one of them, and not both"
+                "CHECKPOINT or --demo, or one of MOELET_CHECKPOINT and MOELET_DEMO: give one of them, and not both"
                 if self.demo
                 else "CHECKPOINT is missing: give the folder of a checkpoint, or --demo"
             )
@@ -152,11 +156,13 @@ class Settings(BaseSettings):
         Raises ``ConfigurationError``: one sentence that names the option and says what it should be.
         """
         given = {name: value for name, value in options.items() if value is not None and value != []}
-        for variable in (ENV_PREFIX + name.upper() for name in SECRETS if name not in given):
-            if os.environ.get(variable) == "":  # of a secret that was not found: without it all would be open
-                raise ConfigurationError(f"{variable} is empty: set it to a key, or unset it to serve without one")
+        replaced = {other: value for name, (other, value) in INSTEAD_OF.items() if given.get(name, False) is not False}
+        told = replaced | given
+        for name in cls.model_fields:
+            if name not in told:
+                _check_variables(name)
         try:
-            return cls(**given)
+            return cls(**told)
         except ValidationError as error:
             raise ConfigurationError(_sentence(error, given)) from None
 
@@ -170,9 +176,24 @@ class Settings(BaseSettings):
 
 def unknown_variables() -> tuple[str, ...]:
     """``MOELET_…`` variables of the environment that nothing reads; a Kubernetes Service's are left out."""
-    known = {ENV_PREFIX + name.upper() for name in Settings.model_fields} | OTHER_VARIABLES
-    ours = {name for name in os.environ if name.startswith(ENV_PREFIX)}
+    known = OTHER_VARIABLES.union(*map(_variables, Settings.model_fields))
+    ours = {name for name in os.environ if name.lower().startswith(ENV_PREFIX.lower())}
     return tuple(sorted(name for name in ours - known if not re.search(r"_SERVICE_|_PORT(_|$)", name)))
+
+
+def _variables(name: str) -> list[str]:
+    """The variables of the environment that are read as the option ``name``: their case does not matter."""
+    return [variable for variable in os.environ if variable.lower() == f"{ENV_PREFIX}{name}".lower()]
+
+
+def _check_variables(name: str) -> None:
+    """Raise ``ConfigurationError`` where the option ``name`` is an empty secret, or is there in several spellings."""
+    variables = _variables(name)
+    empty = [variable for variable in variables if not os.environ[variable]]
+    if name in SECRETS and empty:  # of a secret that was not found: without it all would be open
+        raise ConfigurationError(f"{empty[0]} is empty: set it to a key, or unset it to serve without one")
+    if len(variables) - len(empty) > 1:
+        raise ConfigurationError(f"{' and '.join(sorted(variables))} are one option: unset all of them but one")
 
 
 def _option(name: str) -> str:
@@ -185,7 +206,7 @@ def _sentence(error: ValidationError, given: dict[str, Any]) -> str:
     if not first["loc"]:
         return text
     name = str(first["loc"][0])
-    variable = ENV_PREFIX + name.upper()
+    variable = next(filter(os.environ.get, _variables(name)), ENV_PREFIX + name.upper())
     if name in SECRETS:
         return f"{_option(name) if name in given else variable}: {text}"
     value = given.get(name, os.environ.get(variable))

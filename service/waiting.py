@@ -24,8 +24,8 @@ class WaitingParts:
     one for ever. A batch of several parts has up to ``max_batch_tokens``, or ``max_adapted_tokens`` where one of them
     has adapters, so that its bits do not depend on the others; a larger part is a batch by itself.
 
-    ``requests``, ``tokens`` and ``num_bytes`` are those of all that waits. ``install`` has a version put into its slot,
-    and ``install_ended`` is to be called then.
+    ``tokens`` and ``num_bytes`` are those of all parts that wait; ``requests`` are those of which no part has entered a
+    batch yet. ``install`` has a version put into its slot, and ``install_ended`` is to be called then.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class WaitingParts:
 
     @property
     def adapters(self) -> set[str]:
-        """The names of the adapters of all that waits."""
-        return {version.name for part in self._parts() for version in part.versions}
+        """The names of the adapters of ``requests``."""
+        return {version.name for part in self._parts() if part.work.waits for version in part.versions}
 
     @property
     def any_ready(self) -> bool:
@@ -147,7 +147,8 @@ class WaitingParts:
                 queue.appendleft(part)
                 break
             elif most := self._limit_with(part, tokens, limit):
-                self._count(part, -1)
+                part.first = not part.work.begun
+                self._count(part, -1, begun=True)
                 taken.append(part)
                 tokens, limit = tokens + part.num_tokens, most
                 if part.alone:
@@ -191,13 +192,13 @@ class WaitingParts:
         self._count(part, -1)
         self._swaps.let_go(part)
 
-    def _count(self, part: Part, by: int) -> None:
-        """``part`` comes (1) or goes (-1)."""
+    def _count(self, part: Part, by: int, *, begun: bool = False) -> None:
+        """``part`` comes (1) or goes (-1), into a batch where its work is ``begun`` by that."""
         work = part.work
-        before = work.waiting
+        before = work.waits
         work.waiting += by
-        if before == 0 or work.waiting == 0:
-            self.requests += by
+        work.begun = work.begun or begun
+        self.requests += work.waits - before
         self.tokens += by * part.num_tokens
         self.num_bytes += by * part.num_bytes
 

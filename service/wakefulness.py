@@ -1,9 +1,10 @@
 """Keeps the event loop from sleeping just after an answer, when its client is likely to ask again."""
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
+
+from ..graphs.side_by_side import usable_cores
 
 STAY_S = 2e-4
 """So long the loop stays awake after an answer: a client that asks again at once does so within it."""
@@ -38,8 +39,3 @@ class Wakefulness:
             self._awake = False
         else:
             self._loop.call_soon(self._look)
-
-
-def usable_cores() -> int:
-    """How many this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -30,6 +30,7 @@ class Work:
     ``output``     its rows, once they are computed
     ``error``      why there is none, until that was told
     ``waiting``    how many of its parts wait for the engine
+    ``begun``      whether one of them has entered a batch: from then on it does not wait, whatever its others do
 
     ``ended`` is called once it has an output or an error, on the event loop: at once with an output, and with an error,
     which comes up wherever something is decided about what waits, not before the loop's next turn.
@@ -40,6 +41,7 @@ class Work:
         "_joined",
         "_missing",
         "batch",
+        "begun",
         "deadline",
         "error",
         "num_tokens",
@@ -69,9 +71,15 @@ class Work:
         self.error: Exception | None = None
         self.queued_at = time.monotonic()
         self.waiting = 0
+        self.begun = False
         self._ended: Callable[[Work], None] | None = ended
         self._missing = 0
         self._joined: Tensor | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether all of it waits for the engine."""
+        return self.waiting > 0 and not self.begun
 
     def parts(self, most_tokens: int) -> list["Part"]:
         """All of it, as parts of at most ``most_tokens``."""
@@ -150,6 +158,7 @@ class Part:
                         one, or there is none
     ``rows``            which tokens of the work they are; None: all
     ``passes``          how many batches took later parts before this one
+    ``first``           it is in a batch, and before it nothing of its work was in one
     ``alone``           it shares no batch: one that it was in failed
     ``asked_at``        the round in which it asked for slots
     ``holds``           whether it holds the slots of ``versions``
@@ -159,6 +168,7 @@ class Part:
         "alone",
         "asked_at",
         "batch",
+        "first",
         "holds",
         "num_bytes",
         "num_tokens",
@@ -185,6 +195,7 @@ class Part:
         self.num_tokens = batch.num_tokens
         self.num_bytes = batch.num_bytes
         self.passes = 0
+        self.first = False
         self.alone = False
         self.asked_at = 0
         self.holds = False

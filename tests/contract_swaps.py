@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from contract_terms import ContractFixtures, assert_error
+from eventually import eventually
 from running_service import (
     RunningService,
     hidden_states,
@@ -36,6 +37,52 @@ class SwapContract(ContractFixtures):
             assert torch.equal(held.result(), expected)
             assert going.result().status_code == 200
         assert service.records() == []
+
+    def test_an_adapter_that_is_being_unloaded_is_nowhere_told_to_be_there(
+        self, service: RunningService, name: str
+    ) -> None:
+        """What forwards that name it are told, every listing says; after an unload that gave up all is as before."""
+        for each in ("kept", name):
+            service.load(each, "good")
+        hidden = hidden_states(2)
+
+        def told() -> list[object]:
+            """The status of a forward and of two readinesses, what vLLM's list has, and the repository's states."""
+            version = service.service.adapters.table.current(name).version
+            paths = (f"/v2/models/{name}/ready", f"/v2/models/{name}/versions/{version}/ready", f"/v2/models/{name}")
+            statuses = [service.client.get(path).status_code for path in paths]
+            listed = service.client.get("/v1/models").json()["data"]
+            states = service.client.post("/v2/repository/index").json()
+            ready = service.client.post("/v2/repository/index", json={"ready": True}).json()
+            assert ready == [item for item in states if item["state"] == "READY"]
+            return [
+                service.forward(hidden_states=[], adapter=name).status_code,
+                statuses,
+                [model["id"] for model in listed[1:]],
+                [(item["state"], item["reason"]) for item in states if item["name"] == name],
+                service.metric("moelet_adapters_loaded"),
+            ]
+
+        there = [200, [200] * 3, sorted(["kept", name]), [("READY", "")], 2]
+        going = [404, [404] * 3, ["kept"], [("UNAVAILABLE", "it is being unloaded")], 1]
+        path = f"/v1/adapters/{name}"
+        with ThreadPoolExecutor() as pool, service.engine.closed():
+            held = pool.submit(service.output, hidden_states=hidden, adapter=name)
+            assert service.engine.waiting.wait(10)
+            assert service.client.delete(path, params={"timeout_s": 0.05}).status_code == 409
+            assert told() == there
+            unload = pool.submit(service.client.delete, path)
+            eventually(lambda: service.service.adapters.table.current(name).draining)
+            assert told() == going
+            refused = service.forward(hidden_states=hidden, adapter=name).json()["error"]["message"]
+            assert service.client.get(f"/v2/models/{name}/ready").json() == {"error": refused}
+            assert service.client.post(f"/v2/models/{name}/infer").json() == {"error": refused}
+            assert service.client.get(path).json()["in_flight"] == 1, "its record says what it waits for"
+            service.engine.gate.set()
+            assert unload.result().status_code == 200
+            held.result()
+        assert [model["id"] for model in service.client.get("/v1/models").json()["data"]] == ["small", "kept"]
+        assert name not in service.client.post("/v2/repository/index").text
 
     def test_a_request_is_served_by_the_version_of_its_admission(self, service: RunningService, name: str) -> None:
         service.write("one", 1)

@@ -244,6 +244,7 @@ class V2Contract(ContractFixtures):
 
         layers = {"layers.1": "1", "layers.3": "1"}
         assert index() == layers
+        assert_v2_error(service.client.post("/v2/repository/index", json={"ready": 1}), 400, "ready", "a number")
         config = {"parameters": {"config": json.dumps({"lora_path": "good"})}}
         assert post("load", **config).json() == {"name": name, "version": "1", "state": "READY"}
         assert post("load", **config).json()["version"] == "2"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moelet.layer.adapter import Adapter
-from moelet.layer.engine import Forward, LayerBatch
+from moelet.layer.engine import Forward, LayerBatch, check_slot
 from moelet.layer.errors import EngineError
 from moelet.layer.spec import LayerSpec, ModelSpec
 from moelet.service.adapter_roots import AdapterRoots
@@ -126,6 +126,7 @@ class PlainEngine:
         self._write(slot, None)
 
     def _write(self, slot: int, code: float | None) -> None:
+        check_slot(slot, self.max_loras)
         if self._reading[slot] > 0:
             self.wrongs.append(f"slot {slot} was written while it was read")
         self._slots[slot] = code

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel
@@ -20,6 +21,7 @@ from checkpoints import FAMILY_CONFIGS, HIDDEN, build_model, copy_checkpoint, mo
 from moelet.layer.checkpoint import open_checkpoint
 from moelet.layer.engine import LayerBatch
 from moelet.layer.errors import UnsupportedCheckpointError
+from moelet.layer.families import FAMILIES
 from moelet.service.client import Client, RemoteExperts, RemoteExpertsError, remote_modules
 from moelet.service.settings import Settings
 from moelet.service.startup import open_service
@@ -78,10 +80,45 @@ def test_blocks_of_every_family(model_type: str, tmp_path: Path) -> None:
 
 
 def test_kimi_k2_as_the_deepseek_v3_that_it_is(tmp_path: Path) -> None:
+    """With the code of its own that its config.json names, which is neither asked for nor run."""
     model = write_checkpoint(tmp_path / "v3", "deepseek_v3")
-    kimi = copy_checkpoint(tmp_path / "v3", tmp_path / "kimi", {"model_type": "kimi_k2"})
-    with serving(kimi) as url, RemoteExperts.attach(copy.deepcopy(model).float(), url) as remote:
-        check_blocks(model, remote.model, kimi)
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModel": "modeling_deepseek.DeepseekV3Model"}
+    kimi = copy_checkpoint(tmp_path / "v3", tmp_path / "kimi", {"model_type": "kimi_k2", "auto_map": code})
+    with serving(kimi) as url, torch.no_grad():
+        with RemoteExperts.attach(copy.deepcopy(model).float(), url) as remote:
+            check_blocks(model, remote.model, kimi)
+            wanted = remote.model(TEXT).logits
+        with RemoteExperts.load(kimi, url, dtype=torch.float32, use_cache=False) as loaded:
+            assert type(loaded.model) is type(model)
+            assert (loaded.model.config.model_type, loaded.model.config.use_cache) == ("deepseek_v3", False)
+            assert torch.equal(loaded.model(TEXT).logits, wanted)
+        with RemoteExperts.load(kimi, url, layers=[1], dtype=torch.bfloat16) as half:
+            kept, experts = (moe_block(each, 2).experts.state_dict() for each in (half.model, model))
+            assert {"gate_up_proj", "down_proj"} <= kept.keys()
+            assert all(torch.equal(kept[name], experts[name]) for name in experts)
+
+
+def test_every_family_that_is_served_is_loaded(tmp_path: Path) -> None:
+    """Here those of which there is no test above: a text model alone, and a config.json that names no class."""
+    assert set(FAMILIES) == {*FAMILY_CONFIGS, "kimi_k2", "qwen3_5_moe_text"}
+    composite = write_checkpoint(tmp_path / "composite", "qwen3_5_moe")
+    text = transformers.Qwen3_5MoeForCausalLM(composite.config.text_config)
+    text.model.load_state_dict(composite.model.language_model.state_dict())
+    text.save_pretrained(tmp_path / "text")
+    write_checkpoint(tmp_path / "olmoe", "olmoe")
+    bare = copy_checkpoint(tmp_path / "olmoe", tmp_path / "bare", {"architectures": None})
+    for checkpoint, kind in ((tmp_path / "text", type(text)), (bare, transformers.OlmoeForCausalLM)):
+        model = kind.from_pretrained(checkpoint, dtype=torch.bfloat16, experts_implementation="eager")
+        with serving(checkpoint) as url, RemoteExperts.load(checkpoint, url, dtype=torch.float32) as remote:
+            assert type(remote.model) is kind
+            check_blocks(model, remote.model, checkpoint)
+
+
+def test_a_family_that_is_not_served_is_not_loaded(qwen: tuple[str, Path], tmp_path: Path) -> None:
+    for model_type in ("gpt_oss", "never_heard_of"):
+        other = copy_checkpoint(qwen[1], tmp_path / model_type, {"model_type": model_type})
+        with pytest.raises(UnsupportedCheckpointError, match=f"model_type {model_type} .* is not supported"):
+            RemoteExperts.load(other, qwen[0])
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +164,9 @@ def test_models_that_cannot_have_remote_experts(qwen: tuple[str, Path]) -> None:
         RemoteExperts.attach(build_model("qwen3_moe"), url, layers=[7])
     with pytest.raises(RemoteExpertsError, match="intermediate_size"):
         RemoteExperts.attach(build_model("qwen2_moe"), url, layers=[0])
+    for made, model in ((RemoteExperts.attach, build_model("qwen3_moe")), (RemoteExperts.load, qwen[1])):
+        with pytest.raises(RemoteExpertsError, match=r"^layers is empty: name the layers to change, or leave it out"):
+            made(model, url, layers=[])  # type: ignore[operator]
     gpt_oss = AutoModelForCausalLM.from_config(
         GptOssConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_local_experts=2, vocab_size=8)
     )

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
+import httpx
 import numpy as np
 import pytest
 import torch
 
-from moelet.service.client import Client, ServiceError, ServiceTimeoutError, ServiceUnreachableError
+from moelet.service.client import Client, RequestError, ServiceError, ServiceTimeoutError, ServiceUnreachableError
 from moelet.service.keys import Keys
 from running_service import EXPERTS, LAYERS, TOP_K, OpenEngine, RunningService, hidden_states, running
 
@@ -82,6 +84,38 @@ def test_an_unload_says_who_still_holds_the_adapter(running_service: RunningServ
             client.unload_adapter("held", timeout_s=0.1)
         assert caught.value.status == 409
     assert running.result().shape == (TOKENS, hidden_states(1).shape[1])
+
+
+@pytest.mark.parametrize("seconds", [0, 3, 0.1, 1e-7, 12345.678, 1e9, 1e22, float("inf"), np.float32(0.5)])
+def test_the_seconds_of_an_unload_arrive_as_they_are(client: Client, seconds: float) -> None:
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(parse_qs(request.url.query.decode(), strict_parsing=True))
+        return httpx.Response(200, json={})
+
+    with Client("http://nowhere", transport=httpx.MockTransport(answer)) as elsewhere:
+        elsewhere.unload_adapter("a", timeout_s=seconds)
+    assert [{name: list(map(float, values)) for name, values in query.items()} for query in asked] == [
+        {"timeout_s": [float(seconds)]}
+    ]
+    with pytest.raises(ServiceError) as caught:
+        client.unload_adapter("nowhere", timeout_s=seconds)
+    assert caught.value.status == (404 if seconds <= 600 else 400)
+    assert seconds <= 600 or "timeout_s: input should be less than or equal to 600" in caught.value.message
+
+
+def test_numbers_that_are_none_are_not_sent(running_service: RunningService, client: Client) -> None:
+    for seconds in (-1, float("nan")):
+        with pytest.raises(RequestError, match="timeout_s should be a number of seconds"):
+            client.unload_adapter("nowhere", timeout_s=seconds)
+    layers: list[Any] = [1.0, "1", "1/infer?", None]
+    for layer in layers:
+        with pytest.raises(RequestError, match="layer should be the number of a layer, got ") as caught:
+            client.forward(layer, hidden_states(1))
+        assert caught.value.param == "layer"
+    layer = np.int64(1)
+    assert torch.equal(client.forward(layer, hidden_states(1)), running_service.output(hidden_states=hidden_states(1)))
 
 
 def test_layers(client: Client) -> None:

@@ -14,7 +14,7 @@ from lora_cases import mixture, of_rank, only, ragged, scaled, uneven
 from moelet.graphs.engine import GraphEngine
 from moelet.layer.adapter import Adapter
 from moelet.layer.engine import LayerBatch
-from moelet.layer.errors import RequestError
+from moelet.layer.errors import EngineError
 from moelet.layer.routing import route
 from moelet.layer.spec import LayerSpec, RoutingMethod, RoutingSpec
 from moelet.layer.weights import LayerWeights
@@ -244,6 +244,6 @@ def test_an_engine_without_slots_runs_a_batch_beyond_its_limit_in_parts(gpu: Gpu
     options = {"max_loras": 0, "decode_shapes": (8,), "max_decode_tokens": 8, "max_eager_tokens": 100}
     with opened_engine(spec, weights, **options) as engine:
         check_sizes(Case(engine, spec, weights, []), batch, (8, 99, 100, 101, 201))
-        with pytest.raises(RequestError, match="there is no adapter slot 0: there are 0"):
+        with pytest.raises(EngineError, match="there is no adapter slot 0: there are none"):
             engine.install_adapter(0, of_rank(spec, 8))
         assert engine.memory_bytes["adapter_slots"] == 0

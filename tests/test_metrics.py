@@ -195,8 +195,9 @@ def test_tallies_say_what_the_library_s_metrics_say() -> None:
 
 
 def batch(layer: int, num_tokens: int, waits: Sequence[float], **times: float) -> Any:
-    """A batch as the metrics see it."""
-    parts = [SimpleNamespace(batch=SimpleNamespace(layer=layer), work=SimpleNamespace(queued_at=10 - w)) for w in waits]
+    """A batch as the metrics see it, of forwards that enter their first."""
+    here, works = SimpleNamespace(layer=layer), [SimpleNamespace(queued_at=10 - w) for w in waits]
+    parts = [SimpleNamespace(batch=here, work=work, first=True) for work in works]
     moments = {"started": 0.0, "begun": 0.0, "ended": 0.0} | times
     return SimpleNamespace(parts=parts, num_tokens=num_tokens, taken_at=10.0, times=SimpleNamespace(**moments))
 

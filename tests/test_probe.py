@@ -38,6 +38,12 @@ def test_200_is_success(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
+def test_the_case_of_the_variable_does_not_matter(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOELET_PORT", "")
+    monkeypatch.setenv("moelet_port", str(port))
+    assert main(["/health"]) == 0
+
+
 def test_any_other_status_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["/ready"]) == 1
     assert capsys.readouterr().err == "/ready is answered with 503: it drains\n"

@@ -3,17 +3,22 @@
 # ruff: noqa: F401, F811 (fixtures are imported, and asked for by name)
 
 import asyncio
+import gc
 import logging
 import os
 import signal
+import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from adapter_readers import Reader, child_of, descriptors, folder, model, no_descriptor_left, reader
+from eventually import eventually
 from moelet.graphs.packed import PackedAdapter
 from moelet.layer.adapter import Adapter
 from moelet.layer.errors import (
@@ -21,8 +26,10 @@ from moelet.layer.errors import (
     AdapterForbiddenError,
     AdapterNotFoundError,
     AdapterRefusedError,
+    MoeletError,
     RequestError,
 )
+from moelet.service import parcels
 from moelet.service.adapter_reading import AdapterReading, ClientReader, ReaderDiedError
 from moelet.service.adapter_roots import LONGEST_PATH, AdapterRoots
 from moelet.service.errors import UnavailableError
@@ -117,6 +124,101 @@ def test_an_event_loop_is_not_told_of_what_nobody_waits_for(reader: Reader, fold
     (folder / "slow").mkdir(exist_ok=True)
     with beside(reader, folder) as process:
         asyncio.run(read(process))
+
+
+def test_a_client_is_served_whose_reader_was_dead_already(reader: Reader, folder: Path) -> None:
+    """The kernel's memory, which a killed reader mostly lacked, is not what was short here."""
+
+    async def read(process: ReadingProcess) -> None:
+        reading = AdapterReading(AdapterRoots([folder]), reader.packed, process)
+        for name, rank in (("demo-a", 8), ("demo-b", 4)):
+            idle = child_of(process.pid)
+            os.kill(process.pid, signal.SIGSTOP)  # so that it neither notices nor starts another
+            os.kill(idle, signal.SIGKILL)
+            loading = asyncio.ensure_future(reading.for_client(name, "path"))
+            await asyncio.sleep(0.05)
+            assert not loading.done()
+            os.kill(process.pid, signal.SIGCONT)
+            assert (await asyncio.wait_for(loading, 20))[1].facts.rank == rank
+
+    with beside(reader, folder) as process:
+        asyncio.run(read(process))
+
+
+@pytest.mark.parametrize("when", ["it came", "it waits for a thread", "it is being unpacked"])
+def test_an_adapter_that_came_for_whoever_was_cancelled_is_let_go_of(
+    reader: Reader, folder: Path, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file above all: each is a descriptor, of which a process has few."""
+    take, unpack = ReadingProcess._take, parcels.unpack
+    held_up, go_on = threading.Event(), threading.Event()
+    tasks: list[asyncio.Task[Any]] = []
+
+    def take_and_cancel(process: ReadingProcess) -> None:
+        take(process)
+        for task in tasks:
+            task.cancel()
+
+    def hold_up() -> None:
+        held_up.set()
+        assert go_on.wait(20)
+
+    def unpack_slowly(*arguments: Any) -> Any:
+        hold_up()
+        return unpack(*arguments)
+
+    async def read(process: ReadingProcess, pool: ThreadPoolExecutor) -> None:
+        asyncio.get_running_loop().set_default_executor(pool)
+        process.way = 0  # of many tensors, which a thread unpacks
+        await process.for_client("demo-b", "path")
+        held = descriptors()
+        asking = asyncio.ensure_future(process.for_client("demo-a", "path"))
+        if when == "it came":
+            tasks.append(asking)
+        elif when == "it waits for a thread":
+            pool.submit(hold_up)
+            while not held_up.is_set() or not pool._work_queue.qsize():
+                await asyncio.sleep(0.001)
+        else:
+            monkeypatch.setattr(parcels, "unpack", unpack_slowly)
+            while not held_up.is_set():
+                await asyncio.sleep(0.001)
+        if when != "it came":
+            assert len(descriptors()) == len(held) + 1
+            asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(asking, 20)
+        tasks.clear()
+        go_on.set()
+        await asyncio.to_thread(eventually, lambda: descriptors() == held)
+        assert (await process.for_client("demo-b", "path"))[1].facts.rank == 4
+
+    monkeypatch.setattr(ReadingProcess, "_take", take_and_cancel)
+    with beside(reader, folder) as process, ThreadPoolExecutor(1) as pool:
+        asyncio.run(read(process, pool))
+
+
+@pytest.mark.parametrize("sent", ["nowhere", "crash"])
+def test_loads_that_fail_leave_no_garbage(reader: Reader, folder: Path, sent: str) -> None:
+    """An error's traceback holds what it passed through: that must not hold the error."""
+
+    async def read(process: ReadingProcess) -> int:
+        found = 0
+        for _ in range(10):
+            with suppress(MoeletError):
+                await process.for_client(sent, "path")
+                raise AssertionError("it did not fail")
+            found += gc.collect()
+        return found
+
+    (folder / "crash").mkdir(exist_ok=True)
+    gc.disable()
+    try:
+        with beside(reader, folder) as process:
+            gc.collect()
+            assert asyncio.run(read(process)) < 10
+    finally:
+        gc.enable()
 
 
 def test_an_event_loop_reads_by_a_thread_what_nobody_beside_it_can(

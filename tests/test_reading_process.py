@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,6 @@ from eventually import eventually
 from moelet.graphs.packed import PackedAdapter
 from moelet.layer.adapter import Adapter
 from moelet.layer.errors import AdapterNotFoundError, AdapterRefusedError
-from moelet.service.adapter_reading import ReaderDiedError
 from moelet.service.reading_process import ReadingProcess
 from served_process import SOURCES
 
@@ -96,39 +94,6 @@ def test_errors_are_those_of_reading_here(reading: ReadingProcess, folder: Path,
     with pytest.raises(RuntimeError, match="KeyError: 'a fault of ours'") as fault:
         reading(folder / "wrong", folder)
     assert "raise KeyError" in fault.value.__notes__[0]
-    assert reading(folder / "demo-a", folder).facts.rank == 8
-
-
-def test_a_reader_that_dies_fails_its_load_alone(reading: ReadingProcess, folder: Path) -> None:
-    with pytest.raises(MemoryError, match=r"was killed by signal 9 while it read .*die"):
-        reading(folder / "die", folder)
-    assert reading(folder / "demo-a", folder).facts.rank == 8
-    with pytest.raises(ReaderDiedError, match="was killed by signal 12"):
-        reading(folder / "crash", folder)
-    assert reading(folder / "demo-b", folder).facts.rank == 4
-
-
-def test_a_reader_that_dies_in_between_is_not_missed(reading: ReadingProcess, folder: Path) -> None:
-    first = child_of(reading.pid)
-    os.kill(first, signal.SIGKILL)
-    while child_of(reading.pid) == first:
-        time.sleep(0.01)
-    assert reading(folder / "demo-a", folder).facts.rank == 8
-
-
-def test_what_a_reader_left_undone_is_nobody_else_s_answer(reading: ReadingProcess, folder: Path) -> None:
-    """One that dies before it takes up what was asked: its successor does, when that was told to have failed."""
-    first = child_of(reading.pid)
-    os.kill(first, signal.SIGSTOP)
-    with ThreadPoolExecutor() as pool:
-        asked = pool.submit(reading, folder / "slow", folder)
-        while not reading._asked:
-            time.sleep(0.01)
-        time.sleep(0.1)  # and it is sent
-        os.kill(first, signal.SIGKILL)
-        with pytest.raises(MemoryError):
-            asked.result(10)
-    assert reading(folder / "demo-b", folder).facts.rank == 4
     assert reading(folder / "demo-a", folder).facts.rank == 8
 
 

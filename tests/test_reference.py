@@ -243,8 +243,6 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     engine: Engine = ReferenceEngine(model_of(SPEC), {}, max_loras=2, max_lora_rank=8)
     with pytest.raises(AdapterRefusedError, match="at most 8, found 9"):
         engine.install_adapter(0, random_adapter(SPEC, rank=8))
-    with pytest.raises(EngineError, match=r"slots are 0\.\.1, got 2"):
-        engine.install_adapter(2, random_adapter(SPEC, rank=4))
     with pytest.raises(EngineError, match="not loaded"):
         engine.forward(random_batch(SPEC, 1))
     with pytest.raises(LayerNotServedError, match="layer 0 is not served: dense"):
@@ -253,6 +251,20 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         engine.forward(random_batch(SPEC, 3, slots=[0, 2]))
     with pytest.raises(LayerNotServedError):
         engine.plans(5)
+
+
+@pytest.mark.parametrize("slot", [-1, 2])
+def test_a_slot_that_is_not_there_is_an_error_of_the_engine_s(slot: int) -> None:
+    engine: Engine = ReferenceEngine(model_of(SPEC), {SPEC.index: random_weights(SPEC)}, max_loras=2, max_lora_rank=8)
+    engine.install_adapter(1, random_adapter(SPEC, rank=4))
+    batch = random_batch(SPEC, 3, slots=[1])
+    before = engine.forward(batch)
+    for adapter in (random_adapter(SPEC, rank=4), random_adapter(SPEC, rank=8)):  # the slot is looked at first
+        with pytest.raises(EngineError, match=f"^there is no adapter slot {slot}: the slots are 0 to 1$"):
+            engine.install_adapter(slot, adapter)
+    with pytest.raises(EngineError, match=f"^there is no adapter slot {slot}: the slots are 0 to 1$"):
+        engine.remove_adapter(slot)
+    assert_same_bits(engine.forward(batch), before)
 
 
 def test_weights_may_come_after_the_engine() -> None:

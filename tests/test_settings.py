@@ -75,6 +75,37 @@ def test_the_option_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -
     assert (settings.port, settings.max_loras, settings.host) == (4321, 2, "127.0.0.1")
 
 
+@pytest.mark.parametrize(
+    ("variables", "options", "expected"),
+    [
+        ({"demo": "true"}, {"checkpoint": "ckpt"}, {"checkpoint": Path("ckpt"), "demo": False}),
+        ({"demo": "neither"}, {"checkpoint": "ckpt"}, {"checkpoint": Path("ckpt"), "demo": False}),
+        ({"checkpoint": "other", "demo": "1"}, {"checkpoint": "ckpt"}, {"checkpoint": Path("ckpt"), "demo": False}),
+        ({"checkpoint": "other"}, {"demo": True}, {"checkpoint": None, "demo": True}),
+        ({"checkpoint": "other"}, {"demo": False}, {"checkpoint": Path("other"), "demo": False}),
+        ({"demo": "true", "uds": "/s"}, {"port": 0}, {"port": 0, "uds": None, "demo": True}),
+        ({"demo": "true", "uds": "/s"}, {"host": "::1"}, {"host": "::1", "uds": None}),
+        ({"demo": "true", "uds": "/s", "port": "1"}, {"uds": "/t"}, {"port": 1, "uds": Path("/t")}),
+        ({"demo": "true", "uds": "/s"}, {"host": "::1", "uds": "/t"}, {"host": "::1", "uds": Path("/t")}),
+        ({"demo": "true", "uds": "/s", "port": "1"}, {}, {"port": 1, "uds": Path("/s")}),
+    ],
+)
+def test_an_option_wins_over_the_variable_of_what_it_replaces(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], options: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(f"MOELET_{name.upper()}", value)
+    settings = Settings.read(**options)
+    assert {name: getattr(settings, name) for name in expected} == expected
+
+
+def test_two_variables_are_still_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOELET_DEMO", "true")
+    monkeypatch.setenv("MOELET_CHECKPOINT", "ckpt")
+    with pytest.raises(ConfigurationError, match=r"MOELET_CHECKPOINT .*MOELET_DEMO.* not both"):
+        Settings.read(port=1)
+
+
 def test_lists_from_the_environment_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOELET_ADAPTER", "a=/x/a, b=/x=y/b")
     monkeypatch.setenv("MOELET_ADAPTER_ROOT", "/x,/y")
@@ -171,7 +202,10 @@ def test_keys_from_options_and_variables(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not {"k1", "k2", "k3"} & set(re.findall(r"\w+", repr(settings) + str(settings.model_dump_json())))
 
 
-@pytest.mark.parametrize("variable", ["MOELET_API_KEY", "MOELET_ADMIN_API_KEY"])
+SPELLINGS = ["MOELET_API_KEY", "MOELET_ADMIN_API_KEY", "moelet_api_key", "moelet_admin_api_key", "Moelet_Api_Key"]
+
+
+@pytest.mark.parametrize("variable", SPELLINGS)
 @pytest.mark.parametrize("value", ["", " ", "secret key", "secret-\u00e9", "secret" * 100, "secret\nsecret"])
 def test_a_key_that_is_none_stops_the_start_and_is_not_told(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str
@@ -182,10 +216,40 @@ def test_a_key_that_is_none_stops_the_start_and_is_not_told(
         read()
     assert "secret" not in str(caught.value)
     monkeypatch.delenv(variable)
-    option = variable.removeprefix("MOELET_").lower()
+    option = variable.lower().removeprefix("moelet_")
     with pytest.raises(ConfigurationError, match=f"^--{option.replace('_', '-')}: should be a key") as caught:
-        read(**{option: value if "ADMIN" in variable else ["good", value]})
+        read(**{option: value if "admin" in option else ["good", value]})
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["k1", ""])
+def test_an_empty_key_beside_another_spelling_of_it_stops_the_start(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("MOELET_API_KEY", value)
+    monkeypatch.setenv("moelet_api_key", "")
+    with pytest.raises(ConfigurationError, match=r"^(MOELET_API_KEY|moelet_api_key) is empty"):
+        read()
+    assert [key.get_secret_value() for key in read(api_key=["k2"]).api_key] == ["k2"]
+
+
+def test_the_case_of_a_variable_does_not_matter_and_there_is_one_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("moelet_api_key", "k1")
+    monkeypatch.setenv("Moelet_Port", "many")
+    with pytest.raises(ConfigurationError, match=r"^Moelet_Port: .* got 'many'$"):
+        read()
+    monkeypatch.setenv("Moelet_Port", "1")
+    assert (read().port, [key.get_secret_value() for key in read().api_key]) == (1, ["k1"])
+    monkeypatch.setenv("MOELET_PORT", "")
+    assert read().port == 1
+    monkeypatch.setenv("MOELET_PORT", "2")
+    with pytest.raises(ConfigurationError, match=r"^MOELET_PORT and Moelet_Port are one option: unset"):
+        read()
+    assert read(port=3).port == 3
+    monkeypatch.setenv("MOELET_API_KEY", "secret-2")
+    with pytest.raises(ConfigurationError, match=r"^MOELET_API_KEY and moelet_api_key are one option") as caught:
+        read(port=3)
+    assert "secret-" not in str(caught.value)
 
 
 def test_the_admin_key_is_a_key_of_its_own() -> None:
@@ -197,7 +261,9 @@ def test_the_admin_key_is_a_key_of_its_own() -> None:
 def test_unknown_variables_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MOELET_MAX_LORAZ", "MOELET_CACHE_DIR", "MOELET_SERVICE_HOST", "MOELET_PORT_8000_TCP", "MOELET_PORT"):
         monkeypatch.setenv(name, "1")
-    assert unknown_variables() == ("MOELET_MAX_LORAZ",)
+    for name in ("moelet_api_kye", "MOELET_max_loras", "moelet_cubin_dir"):
+        monkeypatch.setenv(name, "1")
+    assert unknown_variables() == ("MOELET_MAX_LORAZ", "moelet_api_kye", "moelet_cubin_dir")
 
 
 def test_changed_gpu_options_are_named() -> None:

@@ -11,7 +11,7 @@ from moelet.graphs.adapters import SlotBank
 from moelet.graphs.buffers import LORA_ENTRY
 from moelet.graphs.engine import GraphEngine
 from moelet.graphs.options import GraphOptions
-from moelet.layer.errors import AdapterRefusedError, RequestError
+from moelet.layer.errors import AdapterRefusedError, EngineError
 from moelet.layer.spec import LayerSpec
 from random_layers import model_of, random_adapter, random_weights
 
@@ -69,8 +69,26 @@ def test_slots_are_filled_from_any_thread_over_the_copy_stream(monkeypatch: pyte
     assert ranks() == [False, False]
     assert fake.entered == ["slots"] * 2
     assert fake.used == {int(copy)}
-    with pytest.raises(RequestError, match="no adapter slot 2"):
-        engine.install_adapter(2, random_adapter(SPEC, rank=8))
     with pytest.raises(AdapterRefusedError, match="a rank of at most 16"):
         engine.install_adapter(0, random_adapter(SPEC, rank=RANK + 8))
     assert ranks() == [False, False]
+
+
+@pytest.mark.parametrize("max_loras", [2, 0])
+def test_a_slot_that_is_not_there_is_an_error_of_the_engine_s(monkeypatch: pytest.MonkeyPatch, max_loras: int) -> None:
+    """Before anything is asked of the driver; also where there is no slot at all."""
+    fake = FakeDriver()
+    fake.install(monkeypatch)
+    engine = GraphEngine(model_of(SPEC), GraphOptions(max_loras=max_loras, max_lora_rank=RANK))
+    engine.add_layer(SPEC.index, random_weights(SPEC))
+    if max_loras:
+        engine._bank = SlotBank(engine._slots, RANK, engine._streams.copy)
+    there = "the slots are 0 to 1" if max_loras else "there are none"
+    fake.calls.clear()
+    for slot in (-1, max_loras):
+        for rank in (8, RANK + 8):  # the slot is looked at first
+            with pytest.raises(EngineError, match=f"^there is no adapter slot {slot}: {there}$"):
+                engine.install_adapter(slot, random_adapter(SPEC, rank=rank))
+        with pytest.raises(EngineError, match=f"^there is no adapter slot {slot}: {there}$"):
+            engine.remove_adapter(slot)
+    assert fake.calls == []

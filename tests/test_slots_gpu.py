@@ -23,7 +23,7 @@ from moelet.graphs.kernels import Kernels
 from moelet.graphs.residency import device_view
 from moelet.layer.adapter import Adapter
 from moelet.layer.engine import LayerBatch
-from moelet.layer.errors import AdapterRefusedError, RequestError
+from moelet.layer.errors import AdapterRefusedError, EngineError
 from moelet.layer.spec import LayerSpec
 from random_layers import random_batch, random_weights
 
@@ -105,8 +105,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(engine: GraphEngine) -
     with pytest.raises(AdapterRefusedError, match="a rank of at most 64, found 65"):
         engine.install_adapter(3, of_rank(spec, 65, 8))
     for slot in (-1, 4):
-        with pytest.raises(RequestError, match="there is no adapter slot"):
+        with pytest.raises(EngineError, match=f"there is no adapter slot {slot}: the slots are 0 to 3"):
             engine.install_adapter(slot, of_rank(spec, 1))
+        with pytest.raises(EngineError, match=f"there is no adapter slot {slot}"):
+            engine.remove_adapter(slot)
     assert same_bits(outputs(engine, 3), before)
     engine.remove_adapter(3)
 

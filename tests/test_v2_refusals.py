@@ -61,9 +61,15 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] = {
     "a negative dimension": (set_input(shape=[-1, 6]), ("inputs[0].shape", "-1")),
     "two negative dimensions": (set_input(shape=[-3, -6]), ("inputs[0].shape", "-3")),
     "a huge dimension": (set_input(shape=[2**63, 6]), ("inputs[0].shape", str(2**63))),
-    "a dimension beyond all": (
+    "a dimension beyond integers": (set_input(shape=[2**70, 6]), ("inputs[0].shape", str(float(2**70)))),
+    "a dimension beyond integers beside NaN": (
+        lambda sent: sent.update(x=float("nan"), inputs=[{**sent["inputs"][0], "shape": [2**70, 6]}]),
+        ("inputs[0].shape", str(float(2**70))),
+    ),
+    "a dimension beyond all": (set_input(shape=[10**400, 6]), ("a number beyond every float64", f"{10**39}…")),
+    "a dimension beyond all beside NaN": (
         lambda sent: sent.update(x=float("nan"), inputs=[{**sent["inputs"][0], "shape": [10**4000, 6]}]),
-        ("inputs[0].shape", "a number"),
+        ("a number beyond every float64", f"{10**39}…"),
     ),
     "a product that would wrap": (set_input(shape=[2**31 - 1, 6]), (str(12 * (2**31 - 1)), "got 36")),
     "a nested shape": (set_input(shape=[[3], 6]), ("inputs[0].shape", "a list")),

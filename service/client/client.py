@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from os import PathLike, fspath
 from types import TracebackType
-from typing import Any, Generic
+from typing import Any, Generic, NoReturn
 from urllib.parse import quote
 
 import httpx
@@ -30,7 +31,8 @@ class ForwardAnswer(Generic[Tensor]):
 
 
 class Client:
-    """One moelet service. May be used from any number of threads at once; ``with`` closes its connections.
+    """One moelet service. May be used from any number of threads at once; ``with`` closes its connections. A copy of
+    it is itself, and it cannot be pickled.
 
     ``url``        ``http://host:port``, ``https://…``, or ``unix:/path/to/socket``
     ``api_key``    sent with every call; loading and unloading may need the service's admin key
@@ -118,7 +120,7 @@ class Client:
         headers = {HEADER: str(head), "Content-Type": "application/octet-stream"}
         if timeout_s is not None:
             headers["X-Request-Timeout-Ms"] = str(max(1, round(bounded(timeout_s) * 1000)))
-        path = f"/v2/models/layers.{layer}/infer"
+        path = f"/v2/models/layers.{_number_of(layer)}/infer"
         response = self._connection.send(
             "POST", path, content=body, headers=headers, timeout_s=timeout_s, repeatable=True
         )
@@ -145,9 +147,10 @@ class Client:
         return self.adapter(name)
 
     def unload_adapter(self, name: str, *, timeout_s: float = 30.0) -> Record:
-        """Unload ``name`` once no request holds it; its last record. ``ServiceError`` 409 after ``timeout_s``."""
-        path = f"{_path_of(name)}?timeout_s={timeout_s:g}"
-        waits = timeout_s + self._connection.timeout_s
+        """Unload ``name`` once no request holds it; its last record. ``ServiceError`` 409 where one still does after
+        ``timeout_s`` seconds, and 400 where those are more than 600."""
+        waits = bounded(timeout_s) + self._connection.timeout_s
+        path = f"{_path_of(name)}?timeout_s={quote(str(float(timeout_s)))}"
         record: Record = orjson.loads(self._connection.send("DELETE", path, timeout_s=waits).content)
         return record
 
@@ -183,6 +186,18 @@ class Client:
     ) -> None:
         self.close()
 
+    def __copy__(self) -> "Client":
+        return self
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "Client":
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Client cannot be pickled, and neither can a model whose experts it calls: its connections are this "
+            "process's, and its key is for nobody else. Make another from its URL; of the model save the state_dict"
+        )
+
     def _json(self, method: str, path: str, sent: Record) -> Record:
         answer: Record = orjson.loads(self._send(method, path, sent).content)
         return answer
@@ -210,6 +225,14 @@ def _check_name(name: object, wanted: str, param: str) -> None:
     """Raise ``RequestError`` for what could not be the name of an adapter."""
     if not isinstance(name, str) or not name or any("\ud800" <= letter <= "\udfff" for letter in name):
         raise RequestError(f"{wanted}, got {name!r}", param)
+
+
+def _number_of(layer: Any) -> int:
+    """``layer`` as an int. Raises ``RequestError`` for what is none."""
+    try:
+        return index(layer)
+    except TypeError:
+        raise RequestError(f"layer should be the number of a layer, got {layer!r}", "layer") from None
 
 
 def _path_of(name: str) -> str:

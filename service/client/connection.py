@@ -66,6 +66,8 @@ class Connection:
         ``repeatable``  sent once more where a kept-alive connection proves to be closed
         """
         request_id = uuid4().hex
+        if self._http.is_closed:
+            raise ServiceUnreachableError(f"the client of {self.url} is closed", request_id=request_id)
         named = {"X-Request-Id": request_id, **(headers or {})}
         seconds = bounded(self.timeout_s if timeout_s is None else timeout_s)
         request = self._http.build_request(method, path, content=content, headers=named, timeout=seconds + GRACE_S)
@@ -108,7 +110,7 @@ def bounded(timeout_s: float) -> float:
     """``timeout_s``, or ``LONGEST_S`` where it is longer. Raises ``RequestError`` for what is no time."""
     if not timeout_s >= 0:
         raise RequestError(f"timeout_s should be a number of seconds, 0 or more, got {timeout_s!r}", "timeout_s")
-    return min(timeout_s, LONGEST_S)
+    return float(min(timeout_s, LONGEST_S))
 
 
 def _error(response: httpx.Response, request_id: str) -> ServiceError:

@@ -4,7 +4,7 @@
 
     MoeletError
     ├── ServiceError                  the service answered with an error, or not as the protocol says
-    │   ├── ServiceUnreachableError   no connection, or it broke before the answer was whole
+    │   ├── ServiceUnreachableError   no connection, or it broke before the answer was whole, or we closed it
     │   └── ServiceTimeoutError       no answer in time
     └── RemoteExpertsError            a model and a service do not go together
 """
@@ -33,7 +33,7 @@ class ServiceError(MoeletError):
 
 
 class ServiceUnreachableError(ServiceError):
-    """Nothing listens there, or the connection broke before the answer was whole."""
+    """Nothing listens there, the connection broke before the answer was whole, or this client is closed."""
 
 
 class ServiceTimeoutError(ServiceError):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from copy import deepcopy
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,9 @@ class RemoteExperts:
 
     Routers stay in the model: they are small, and choose there with the precision that the model runs in. The
     service computes what the router chose, and the shared experts.
+
+    A deep copy of ``model`` calls the same service by the same client, with the adapter of that moment; a deep copy of
+    this has one, and sets its adapter by itself. Whoever closes the client ends both.
 
     ``model``   the model, changed in place
     ``client``  what calls the service
@@ -57,7 +61,7 @@ class RemoteExperts:
 
         ``url``        of the service, or a ``Client`` of it, which then stays open at the end
         ``adapter``    applied to every token; change it later through the attribute
-        ``layers``     the layers to change, by default every MoE layer
+        ``layers``     the layers to change, one at least, by default every MoE layer
         ``timeout_s``  of each call
 
         The local experts are held by what this returns, and by nothing else: ``release`` frees them. Raises
@@ -66,10 +70,11 @@ class RemoteExperts:
         """
         from .remote_modules import Calls, local_parts, make_remote
 
+        wanted = _chosen(layers)
         with ExitStack() as closing:
             client = _client(url, api_key, closing)
             specs = model_specs(model.config)
-            blocks = _wanted_blocks(model, layers)
+            blocks = _wanted_blocks(model, wanted)
             check_served(blocks, specs, client.describe())
             calls = Calls(client, adapter, timeout_s)
             local = [(block, local_parts(block)) for block in blocks.values()]
@@ -96,7 +101,7 @@ class RemoteExperts:
         """
         from .without_experts import load_without_experts
 
-        wanted = None if layers is None else set(layers)
+        wanted = _chosen(layers)
         with ExitStack() as closing:
             client = _client(url, api_key, closing)
             client.describe()
@@ -139,6 +144,10 @@ class RemoteExperts:
                 setattr(block, name, module.train(block.training))
         self._local = []
         self._closing.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteExperts":
+        model, calls = deepcopy(self.model, memo), deepcopy(self._calls, memo)
+        return RemoteExperts(model, self.layers, calls, deepcopy(self._local, memo), ExitStack())
 
     def __enter__(self) -> "RemoteExperts":
         return self
@@ -189,7 +198,15 @@ def check_served(layers: Iterable[int], specs: Mapping[int, LayerSpec | str], se
             )
 
 
-def _wanted_blocks(model: "nn.Module", layers: Iterable[int] | None) -> "dict[int, nn.Module]":
+def _chosen(layers: Iterable[int] | None) -> set[int] | None:
+    """``layers`` as a set. Raises ``RemoteExpertsError`` where there are none: that would be a model without any."""
+    wanted = None if layers is None else set(layers)
+    if wanted is not None and not wanted:
+        raise RemoteExpertsError("layers is empty: name the layers to change, or leave it out for every MoE layer")
+    return wanted
+
+
+def _wanted_blocks(model: "nn.Module", layers: set[int] | None) -> "dict[int, nn.Module]":
     """The MoE blocks to change, by layer, each one that can be. Raises ``RemoteExpertsError``."""
     from torch import nn
 

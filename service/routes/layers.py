@@ -18,11 +18,11 @@ async def layers(request: Request) -> LayerList:
 
 @router.get("/v1/models")
 async def models(request: Request) -> ModelList:
-    """The base model and each adapter, as vLLM lists them."""
+    """The base model and each adapter that a forward may name now, as vLLM lists them."""
     service = service_of(request)
     base = utf8(service.model.name)
     cards = [ModelCard(id=base, created=service.created, root=utf8(str(service.model.path)), parent=None)]
-    for version in service.adapters.table:
+    for version in service.adapters.table.all_available():
         root = utf8(str(version.adapter.facts.path))
         cards.append(ModelCard(id=version.name, created=service.created, root=root, parent=base))
     return ModelList(data=cards)

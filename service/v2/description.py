@@ -11,6 +11,7 @@ TEXT: Json = {"type": "string"}
 COUNT: Json = {"type": "integer", "minimum": 0}
 PARAMETERS: Json = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
 SHAPE: Json = {"type": "array", "items": COUNT}
+STATE: Json = {"enum": ["READY", "UNAVAILABLE"]}
 
 
 def fields(required: str, /, **properties: Json) -> Json:
@@ -74,11 +75,12 @@ SCHEMAS: Json = {
         parameters=fields("adapter_versions", adapter_versions={**TEXT, "description": "JSON: versions by name"}),
         outputs={"type": "array", "items": {"$ref": "#/components/schemas/V2Output"}},
     ),
+    "V2IndexRequest": fields("", ready={"type": "boolean", "description": "list only models that are ready"}),
     "V2Index": {
         "type": "array",
-        "items": fields("name version state reason", name=TEXT, version=TEXT, state=TEXT, reason=TEXT),
+        "items": fields("name version state reason", name=TEXT, version=TEXT, state=STATE, reason=TEXT),
     },
-    "V2Change": fields("name version state", name=TEXT, version=TEXT, state=TEXT),
+    "V2Change": fields("name version state", name=TEXT, version=TEXT, state=STATE),
     "V2LoadRequest": fields(
         "parameters",
         parameters=fields(
@@ -101,7 +103,7 @@ def describe_v2() -> Json:
         "/v2": _get("The server and its extensions", "V2Server"),
         "/v2/health/live": _get("Whether the process can serve", "V2Live", 503),
         "/v2/health/ready": _get("Whether work is taken", "V2Ready", 503),
-        "/v2/repository/index": _post("The layers and adapters served", "V2Index", "V2Parameters", 400, 413, 415),
+        "/v2/repository/index": _post("The layers and adapters served", "V2Index", "V2IndexRequest", 400, 413, 415),
         f"{adapter}/load": _post("Load an adapter, or replace it", "V2Change", "V2LoadRequest", *LOAD_REFUSALS),
         f"{adapter}/unload": _post("Unload an adapter", "V2Change", "V2Parameters", 400, 404, 409, 413, 415, 503),
     }

@@ -24,7 +24,8 @@ class Models:
         self.layers = {f"{PREFIX}{index}": spec for index, spec in sorted(service.model.layers.items())}
 
     def layer(self, name: str, version: str = MODEL_VERSION) -> LayerSpec:
-        """The layer that the model ``name`` is. Raises ``LayerNotServedError``."""
+        """The layer that the model ``name`` is. Raises ``LayerNotServedError``, and ``AdapterNotLoadedError`` for an
+        adapter that is being unloaded."""
         spec = self.layers.get(name)
         if spec is None:
             raise self._not_served(name)
@@ -47,7 +48,7 @@ class Models:
         return json_reply({"ready": True})
 
     async def metadata(self, incoming: Incoming) -> Reply:
-        """``GET /v2/models/{model}``."""
+        """``GET /v2/models/{model}``: 404 for what is not there."""
         name = incoming.names[0]
         if (adapter := self._adapter(*incoming.names)) is not None:
             return json_reply(_metadata(name, str(adapter.version), [], []))
@@ -56,7 +57,8 @@ class Models:
         return json_reply(_metadata(name, MODEL_VERSION, inputs, [_tensor(spec, OUTPUT)]))
 
     async def model_ready(self, incoming: Incoming) -> Reply:
-        """``GET /v2/models/{model}/ready``: 404 for what is not there, 503 unless work is taken."""
+        """``GET /v2/models/{model}/ready``: 404 for what is not there, which an adapter that is being unloaded is for
+        requests, 503 unless work is taken."""
         if self._adapter(*incoming.names) is None:
             self.layer(*incoming.names)
         self._service.lifecycle.check_admission()
@@ -64,11 +66,12 @@ class Models:
 
     def _adapter(self, name: str, version: str | None = None) -> AdapterVersion | None:
         """The adapter of that name, unless a layer is called so too. Raises ``LayerNotServedError`` for
-        a version that is not the current one."""
-        if name in self.layers:
+        a version that is not the current one, and ``AdapterNotLoadedError``, as a forward does that names it, while
+        it is being unloaded."""
+        if name in self.layers or self._service.adapters.find(name) is None:
             return None
-        found = self._service.adapters.find(name)
-        if found is not None and version not in (None, str(found.version)):
+        found = self._service.adapters.table.available(name)
+        if version not in (None, str(found.version)):
             raise LayerNotServedError(f"{name} has no version {version!r}, only {found.version}", "version")
         return found
 
@@ -79,7 +82,7 @@ class Models:
             except LayerNotServedError as error:
                 return error
         served = f"{PREFIX}N with N in {ranges(self._service.model.layers)}"
-        if self._service.adapters.find(name) is not None:
+        if self._adapter(name) is not None:
             return LayerNotServedError(f"{name!r} is an adapter: send it as the parameter adapter to {served}", "model")
         return LayerNotServedError(f"there is no model {name!r}; those that compute are {served}", "model")
 

@@ -14,6 +14,7 @@ from .header import shown
 from .models import Models
 
 EXAMPLE = '{"parameters": {"config": "{\\"lora_path\\": \\"FOLDER\\"}"}}'
+UNLOADING = "it is being unloaded"
 
 
 class Repository:
@@ -25,13 +26,17 @@ class Repository:
         self._max_body_bytes = max_body_bytes
 
     async def index(self, incoming: Incoming) -> Reply:
-        """``POST /v2/repository/index``: all that is served, which is all ready."""
-        await self._parameters(incoming)
-        listed = [(name, MODEL_VERSION) for name in self._models.layers]
-        listed += [(version.name, str(version.version)) for version in self._service.adapters.table]
-        return json_reply(
-            [{"name": name, "version": version, "state": "READY", "reason": ""} for name, version in listed]
-        )
+        """``POST /v2/repository/index``: all that is served, or only what is ready where the body asks for that."""
+        ready = (await self._body(incoming)).get("ready", False)
+        if not isinstance(ready, bool):
+            raise RequestError(f"ready should be a boolean, got {kind(ready)}", "ready")
+        listed = [_entry(name, MODEL_VERSION) for name in self._models.layers]
+        listed += [
+            _entry(version.name, str(version.version), UNLOADING if version.draining else "")
+            for version in self._service.adapters.table
+            if not (ready and version.draining)
+        ]
+        return json_reply(listed)
 
     async def load(self, incoming: Incoming) -> Reply:
         """``POST /v2/repository/models/{adapter}/load``: load, or replace by what is there now."""
@@ -60,15 +65,24 @@ class Repository:
             raise RequestError(f"{name} is a layer of the checkpoint: only adapters are loaded and unloaded", "model")
         check_name(name, "model")
 
-    async def _parameters(self, incoming: Incoming) -> dict[str, Any]:
-        """The ``parameters`` of the body, which may be empty."""
+    async def _body(self, incoming: Incoming) -> dict[str, Any]:
+        """The body, which may be empty."""
         body = bytes(await read_body(incoming.headers, incoming.receive, 0, self._max_body_bytes))
-        parameters = load_object(body).get("parameters") if body else None
+        return load_object(body) if body else {}
+
+    async def _parameters(self, incoming: Incoming) -> dict[str, Any]:
+        """The ``parameters`` of the body, none where it has none."""
+        parameters = (await self._body(incoming)).get("parameters")
         if parameters is None:
             return {}
         if not isinstance(parameters, dict):
             raise RequestError(f"parameters should be an object, got {kind(parameters)}", "parameters")
         return parameters
+
+
+def _entry(name: str, version: str, reason: str = "") -> dict[str, str]:
+    """A model in the index: ready, unless there is a ``reason`` why not."""
+    return {"name": name, "version": version, "state": "UNAVAILABLE" if reason else "READY", "reason": reason}
 
 
 def _source(parameters: dict[str, Any]) -> tuple[str, bool | None]:
