@@ -186,6 +186,10 @@ class Engine(Protocol):
     def most_tokens(self) -> int:
         """Tokens that are computed as one; a batch of more is computed in parts."""
 
+    @property
+    def memory_bytes(self) -> Mapping[str, int]:
+        """Bytes of a GPU's memory by what they are for, the same while the engine is used; none without a GPU."""
+
     def input_memory(self, num_bytes: int) -> memoryview | None:
         """Writable memory of ``num_bytes``, the first at a multiple of 64, that hidden states are best read from. None:
         there is none left, or any memory does as well.

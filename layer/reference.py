@@ -96,7 +96,13 @@ class ReferenceEngine:
     def plans(self, layer: int) -> Sequence[Mapping[str, Any]]:
         """The one plan there is. Raises ``LayerNotServedError``."""
         self.model.layer(layer)
-        return [{"plan": "reference", "num_tokens": "any", "why": "there is one way to run the layer on the CPU"}]
+        why = "there is one way to run the layer on the CPU"
+        return [{"tokens": self.most_tokens, "captured": False, "plan": "reference", "why": why}]
+
+    @property
+    def memory_bytes(self) -> Mapping[str, int]:
+        """None of a GPU's."""
+        return {}
 
     def close(self) -> None:
         """Let go of weights and adapters; the engine is unusable afterwards."""

@@ -70,9 +70,10 @@ class Metrics:
         device: str,
         plans: Mapping[int, Sequence[Mapping[str, Any]]],
         depth: int,
+        memory: Mapping[str, int],
     ) -> None:
-        """Tell whether forwards are taken and what runs; ``plans`` and ``depth`` are the engine's."""
-        self.registry.register(ServiceState(lifecycle, model, device))
+        """Tell whether forwards are taken and what runs; from ``device`` on it is the engine's."""
+        self.registry.register(ServiceState(lifecycle, model, device, memory))
         self.batches.watch_engine(plans, depth)
 
     def batch_begun(self, batch: Batch) -> None:

@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
@@ -85,10 +85,11 @@ class AdapterState(Collector):
 
 
 class ServiceState(Collector):
-    """Whether forwards are taken, and what runs."""
+    """Whether forwards are taken, and what runs; ``memory`` of a GPU in bytes, by what it is for."""
 
-    def __init__(self, lifecycle: Lifecycle, model: str, device: str) -> None:
+    def __init__(self, lifecycle: Lifecycle, model: str, device: str, memory: Mapping[str, int]) -> None:
         self._lifecycle = lifecycle
+        self._memory = memory
         self._build = {
             "version": __version__,
             "python": platform.python_version(),
@@ -98,8 +99,12 @@ class ServiceState(Collector):
         }
 
     def collect(self) -> Iterable[Metric]:
-        """Both."""
+        """All of it."""
         yield GaugeMetricFamily("moelet_ready", "1 while forwards are taken, else 0", value=self._lifecycle.ready)
+        taken = GaugeMetricFamily("moelet_gpu_memory_bytes", "GPU memory that the engine has taken", labels=["use"])
+        for use, num_bytes in self._memory.items():
+            taken.add_metric([use], num_bytes)
+        yield taken
         yield InfoMetricFamily("moelet_build", "What runs and what it serves", value=self._build)
 
 

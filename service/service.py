@@ -61,7 +61,9 @@ class MoeService:
         self.plans: Mapping[int, Sequence[Mapping[str, Any]]] = engine.submit(
             lambda opened: {index: list(opened.plans(index)) for index in opened.model.layers}
         ).result()
-        self.metrics.watch_service(self.lifecycle, utf8(self.model.name), engine.device, self.plans, engine.depth)
+        memory: Mapping[str, int] = engine.submit(lambda opened: dict(opened.memory_bytes)).result()
+        name = utf8(self.model.name)
+        self.metrics.watch_service(self.lifecycle, name, engine.device, self.plans, engine.depth, memory)
         self.timeouts = Timeouts(limits.request_timeout_s)
         self._batcher = Batcher(engine, self.adapters, self.metrics, limits, self.later)
         self._departures = Departures()

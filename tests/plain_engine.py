@@ -131,6 +131,10 @@ class PlainEngine:
             self.wrongs.append(f"slot {slot} was written while it was read")
         self._slots[slot] = code
 
+    @property
+    def memory_bytes(self) -> Mapping[str, int]:
+        return {"weights": 1024}
+
     def plans(self, layer: int) -> Sequence[Mapping[str, Any]]:
         return [{"plan": "plain", "layer": layer}]
 

@@ -10,10 +10,12 @@ import torch
 
 pytest.importorskip("cuda.bindings.driver")
 
-from fake_engine import ELSEWHERE, SPEC, Opened, opened
+from fake_engine import ELSEWHERE, OPTIONS, SPEC, Opened, opened
 from moelet.graphs import staging
+from moelet.graphs.options import GraphOptions
+from moelet.graphs.planning import plan_memory
 from moelet.layer.errors import LayerNotServedError, RequestError
-from random_layers import random_batch
+from random_layers import model_of, random_batch
 
 ALONE = [
     "cuCtxSetCurrent",
@@ -117,3 +119,11 @@ def test_layers_that_are_not_served_and_no_tokens(opened: Opened) -> None:
     opened.driver.calls.clear()
     assert opened.engine.forward(batch.part(0, 0)).shape == (0, 128)
     assert opened.driver.calls == ["cuCtxSetCurrent"]
+
+
+def test_memory_is_what_was_planned(opened: Opened) -> None:
+    plan = plan_memory(model_of(SPEC), GraphOptions(**OPTIONS))
+    taken = dict(opened.engine.memory_bytes)
+    assert taken.pop("graphs") >= 0
+    assert 0 <= taken.pop("arena") - plan.arena_bytes < 1024, "as much as it takes to begin at a multiple of 1024"
+    assert taken == {"weights": plan.weight_bytes, "adapter_slots": plan.all_slots_bytes}

@@ -205,7 +205,9 @@ def batch(layer: int, num_tokens: int, waits: Sequence[float], **times: float) -
 def test_batches_of_captured_and_other_shapes() -> None:
     metrics = Metrics()
     captured = [{"tokens": 8, "captured": True}, {"tokens": 2, "captured": True}, {"tokens": 64, "captured": False}]
-    metrics.watch_service(Lifecycle(), "m", "cuda:0", {0: captured, 1: [{"num_tokens": "any"}]}, depth=2)
+    eager = [{"tokens": 64, "captured": False}]
+    memory = {"weights": 5, "graphs": 7}
+    metrics.watch_service(Lifecycle(), "m", "cuda:0", {0: captured, 1: eager}, depth=2, memory=memory)
     for layer, tokens in ((0, 1), (0, 2), (0, 3), (0, 8), (0, 9), (1, 5)):
         metrics.batch_begun(batch(layer, tokens, [0.5, 0.25]))
     now = time.perf_counter()
@@ -217,6 +219,7 @@ def test_batches_of_captured_and_other_shapes() -> None:
         s.name + str([*s.labels.values()]): s.value for f in text_string_to_metric_families(text) for s in f.samples
     }
     assert [values[f"moelet_replays_total['{shape}']"] for shape in (2, 8)] == [2, 2]
+    assert {use: values[f"moelet_gpu_memory_bytes['{use}']"] for use in memory} == memory
     assert values["moelet_eager_forwards_total[]"] == 2
     assert values["moelet_padding_tokens_total[]"] == (2 - 1) + (8 - 3)
     assert (values["moelet_batch_tokens_sum[]"], values["moelet_batch_requests_sum[]"]) == (28, 12)
@@ -228,7 +231,7 @@ def test_batches_of_captured_and_other_shapes() -> None:
 
 def test_an_engine_that_computes_at_once_has_no_copy_in() -> None:
     metrics = Metrics()
-    metrics.watch_service(Lifecycle(), "m", "cpu", {}, depth=1)
+    metrics.watch_service(Lifecycle(), "m", "cpu", {}, depth=1, memory={})
     now = time.perf_counter()
     metrics.batch_ended(batch(0, 1, [0], started=now - 3, begun=now, ended=now).times, now)
     read = metrics.registry.get_sample_value
