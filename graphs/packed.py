@@ -68,10 +68,6 @@ class PackedAdapter:
     content: HostBytes
     runs: HostBytes
 
-    def all_runs(self) -> Array:
-        """The runs, in order, int64 ``[n, 6]``."""
-        return runs_of(self.runs.copied())
-
     def at(self, path: Path) -> "PackedAdapter":
         """The same, told of as lying at ``path``."""
         return replace(self, facts=replace(self.facts, path=path))

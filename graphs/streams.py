@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .driver import call, check, driver, failure
+from .driver import call, driver, failure
 from .hazards import Work
 
 
@@ -33,10 +33,6 @@ class Stream:
     def synchronize(self) -> None:
         """Wait on the host for everything put on the stream so far."""
         call(driver.cuStreamSynchronize, self.handle)
-
-    def is_capturing(self) -> bool:
-        """Whether the stream is part of a capture, sound or broken."""
-        return int(call(driver.cuStreamIsCapturing, self.handle)) != 0
 
     def close(self) -> None:
         """Destroy the stream; a second call does nothing."""
@@ -73,14 +69,6 @@ class Event:
     def synchronize(self) -> None:
         """Wait on the host for the latest record; not for an event last recorded in a capture."""
         call(driver.cuEventSynchronize, self.handle)
-
-    def is_done(self) -> bool:
-        """Whether the latest record has been reached."""
-        result = driver.cuEventQuery(self.handle)
-        if result[0] == driver.CUresult.CUDA_ERROR_NOT_READY:
-            return False
-        check(result, "cuEventQuery")
-        return True
 
     def close(self) -> None:
         """Destroy the event; a second call does nothing."""

@@ -163,9 +163,6 @@ class FakeDriver(FakeBatches, FakeHostMemory):
         del self.events[int(event)]
         return ok()
 
-    def cuEventQuery(self, event):
-        return ok()
-
     def cuEventSynchronize(self, event):
         return ok()
 

@@ -7,7 +7,7 @@ import pytest
 from fake_driver import FakeDriver
 from moelet.graphs.capture import CapturedGraph, capture
 from moelet.graphs.compiler import Cubin, Resources
-from moelet.graphs.driver import DriverError, driver
+from moelet.graphs.driver import DriverError, call, driver
 from moelet.graphs.hazards import Edge, EdgeKind, Work, find_hazards
 from moelet.graphs.kernel import Kernel, PreparedLaunch
 from moelet.graphs.memory import DeviceBuffer, copy_to_device, fill
@@ -148,7 +148,7 @@ def test_nothing_is_created_while_capturing_or_replaying(streams: Streams, event
 def refuses(streams: Streams, record: Callable[[], None], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         capture(streams, record)
-    assert all(stream.tracer is None and not stream.is_capturing() for stream in streams)
+    assert all(stream.tracer is None and not int(call(driver.cuStreamIsCapturing, stream.handle)) for stream in streams)
 
 
 def test_a_side_stream_that_never_joins_is_refused(streams: Streams, events: Events) -> None:

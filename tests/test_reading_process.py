@@ -60,7 +60,7 @@ def test_a_packed_adapter_is_the_one_that_is_packed_here(
     assert isinstance(there, PackedAdapter)
     assert there.facts == here.facts
     assert there.content.copied() == here.content.copied()
-    assert there.all_runs().tolist() == here.all_runs().tolist()
+    assert there.runs.copied() == here.runs.copied()
     assert there.at(HERE).facts == replace(here.facts, path=HERE)
 
 
