@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--limit-s", type=options.seconds, default=LIMIT_S, help=f"longest run of ncu for a shape ({LIMIT_S:.0f})"
     )
-    made.add_argument("--folder", type=Path, metavar="DIR", help="keep what ncu wrote there")
+    made.add_argument("--folder", type=options.folder, metavar="DIR", help="keep what ncu wrote there")
     made.add_argument("--reread", action="store_true", help="only read --folder again; needs no GPU")
     return made
 

@@ -142,7 +142,7 @@ def main(arguments: Sequence[str]) -> int:
                 for each in sets:
                     each.install(geometry.max_loras, rank, shared_outer=False)
             for workload in workloads(chosen, rank, shared_outer=False):
-                for row in kernel_rows(rig, chosen, spec, workload, sets):
+                for row in list(kernel_rows(rig, chosen, spec, workload, sets)):  # a forward whole, or nothing of it
                     results.add({"shape": name, **row})
                     print(line(row), flush=True)
         for each in sets:

@@ -17,7 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moelet.layer.adapter import Adapter
-from moelet.layer.engine import Finished, Forward, LayerBatch
+from moelet.layer.engine import Finished, Forward, LayerBatch, check_slot
 from moelet.layer.spec import LayerSpec, ModelSpec
 from moelet.service.adapter_roots import AdapterRoots
 from moelet.service.app import create_app
@@ -46,6 +46,11 @@ class NullEngine:
             name="null", model_type="null", path=Path("null"), num_hidden_layers=1, layers={spec.index: spec}
         )
 
+    @property
+    def memory_bytes(self) -> Mapping[str, int]:
+        """None of a GPU's."""
+        return {}
+
     def input_memory(self, num_bytes: int) -> memoryview | None:  # noqa: ARG002
         """None: any memory does."""
         return None
@@ -58,11 +63,13 @@ class NullEngine:
         """The hidden states."""
         return batch.hidden_states
 
-    def install_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Nothing."""
+    def install_adapter(self, slot: int, adapter: Adapter) -> None:  # noqa: ARG002
+        """Nothing, in a slot that is there. Raises ``EngineError`` for another."""
+        check_slot(slot, self.max_loras)
 
     def remove_adapter(self, slot: int) -> None:
-        """Nothing."""
+        """Nothing, in a slot that is there. Raises ``EngineError`` for another."""
+        check_slot(slot, self.max_loras)
 
     def plans(self, layer: int) -> Sequence[Mapping[str, Any]]:  # noqa: ARG002
         """None."""

@@ -1,6 +1,7 @@
 """Command-line options that the benchmarks share, and the one sentence that each wrong one ends with."""
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,12 +13,15 @@ from moelet.layer.errors import ConfigurationError, MoeletError
 from moelet.layer.spec import LayerSpec
 
 from . import shapes
+from .floor import expert_bytes
 from .workload import ALL, Routing
 
 NUMBERED = ("num_experts", "top_k", "hidden_size", "intermediate_size")
 MOST_TOKENS, MOST_RANK = 1 << 20, 4096
 MOST = 1 << 16
 """Of anything else that is counted."""
+MOST_WEIGHT_BYTES = 1 << 40
+"""Of one layer by its numbers: several times what a GPU holds."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -53,6 +57,11 @@ def ranks(text: str) -> list[int]:
 def adapter_counts(text: str) -> list[int | str]:
     """``1,4,all``: numbers of adapters."""
     return [part if part == ALL else _whole_numbers(part, 1, MOST)[0] for part in text.split(",")]
+
+
+def numbers(least: int, most: int = MOST) -> Callable[[str], list[int]]:
+    """What reads whole numbers from ``least`` to ``most``, with commas between them."""
+    return lambda text: _whole_numbers(text, least, most)
 
 
 def number(least: int, most: int = MOST) -> Callable[[str], int]:
@@ -91,6 +100,22 @@ def result_file(text: str) -> Path:
     return path
 
 
+def folder(text: str) -> Path:
+    """Where files can be written: a folder, or nothing yet in a folder that there is or can be."""
+    path = Path(text)
+    above = next((each for each in (path.absolute(), *path.absolute().parents) if each.exists()), path)
+    if not text or not above.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a folder, got {text!r}")
+    return path
+
+
+def device(text: str) -> str:
+    """``cpu``, ``cuda`` or ``cuda:N``."""
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", text):
+        raise argparse.ArgumentTypeError(f"expected cpu, cuda or cuda:N, got {text!r}")
+    return text
+
+
 def _whole_numbers(text: str, least: int, most: int) -> list[int]:
     try:
         found = [int(part) for part in text.split(",")]
@@ -111,19 +136,28 @@ def shape_options(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             f"--{name.replace('_', '-')}", type=number(1, 1 << 20), help="a layer by its numbers takes all four"
         )
-    group.add_argument("--shared", action="store_true", help="with the shared experts, where the checkpoint has them")
+    group.add_argument(
+        "--shared",
+        action="store_true",
+        help=f"with the shared experts, where the checkpoint has them: results are then of SHAPE{shapes.SHARED}",
+    )
 
 
 def chosen_shapes(options: argparse.Namespace) -> dict[str, LayerSpec]:
-    """The layers asked for, by name. Raises ``ConfigurationError``."""
+    """The layers asked for, by the names that results have for them. Raises ``ConfigurationError``."""
     numbers = [getattr(options, name) for name in NUMBERED]
-    found = {name: shapes.named(name, shared=options.shared) for name in options.shape or []}
-    if any(number is not None for number in numbers):
+    by_numbers = any(number is not None for number in numbers)
+    chosen = options.shape or ([] if by_numbers else [shapes.DEFAULT_SHAPE])
+    called = shapes.with_shared if options.shared else str
+    found = {called(name): shapes.named(name, shared=options.shared) for name in chosen}
+    if by_numbers:
         if None in numbers:
             raise ConfigurationError("a layer by its numbers takes --" + ", --".join(NUMBERED).replace("_", "-"))
         name, spec = shapes.numbered(*numbers)
+        if (num_bytes := spec.num_experts * expert_bytes(spec)) > MOST_WEIGHT_BYTES:
+            raise ConfigurationError(f"{name} has {num_bytes} bytes of weights, at most {MOST_WEIGHT_BYTES} are run")
         found[name] = spec
-    return found or {shapes.DEFAULT_SHAPE: shapes.named(shapes.DEFAULT_SHAPE, shared=options.shared)}
+    return found
 
 
 def run_options(parser: argparse.ArgumentParser, *, tokens: Sequence[int], timed: bool = True) -> None:

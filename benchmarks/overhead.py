@@ -17,15 +17,18 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from moelet.layer.errors import ConfigurationError
 from moelet.service.http_config import http_config
 
 from . import options, shapes
 from .connection import Connection, post, throughput
-from .null_service import echo
+from .null_service import MAX_BODY_BYTES, echo
 from .report import ROOT, Results, Row, Table, host_circumstances
 
 SERVERS = ("echo", "service")
 TOKENS = (1, 64)
+HEAD_BYTES = 1024
+"""More than the JSON in front of a request's tensor."""
 TABLE = Table("T:5 clients:7 what:8 p50:9 p90:9 calls/s:9 ratio:6")
 
 
@@ -43,6 +46,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--json", type=options.result_file, metavar="PATH", help="where to write (by date and shape)")
     made.add_argument("--commit", help="what to record as the commit where this is no git checkout")
     return made
+
+
+def check(chosen: argparse.Namespace) -> None:
+    """Raise ``ConfigurationError`` for more tokens than a body that the server takes has room for."""
+    most = (MAX_BODY_BYTES - HEAD_BYTES) // (2 * shapes.SHAPES[chosen.shape].hidden_size)
+    if max(chosen.tokens) > most:
+        raise ConfigurationError(
+            f"--tokens {max(chosen.tokens)} does not fit into one request: "
+            f"at most {most} of {chosen.shape} fit into {MAX_BODY_BYTES} bytes"
+        )
 
 
 @contextmanager
@@ -154,6 +167,7 @@ def rows(chosen: argparse.Namespace) -> Iterator[Row]:
 def main(arguments: Sequence[str]) -> int:
     """Measure; the exit code 0."""
     chosen = parser().parse_args(arguments)
+    check(chosen)
     results = Results(host_circumstances("overhead", arguments, chosen.commit), chosen.json)
     results.start(chosen.shape)
     print(f"{chosen.shape}, one process each on loopback, times in us\n{TABLE.heading}", flush=True)

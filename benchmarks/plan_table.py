@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from moelet.graphs import plan_choice
+from moelet.graphs.program import Plan
 
 from .newest import reports
 from .report import RESULTS
@@ -14,9 +15,10 @@ from .shapes import SHAPES
 
 
 def plan_table(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """One row for each GPU, layer and token count whose plans were measured side by side; the newest of each."""
+    """One row for each GPU, layer and token count whose plans were measured side by side: of those with the most plans
+    the newest, so that a run that was broken off among them replaces nothing."""
     found: dict[tuple[str, str, int], dict[str, Any]] = {}
-    for report in reports(folder):
+    for _, report in reports(folder):
         for shape, tokens, times in compared(report):
             layer = plan_choice.layer_key(SHAPES[shape])
             row = {
@@ -26,14 +28,18 @@ def plan_table(folder: Path = RESULTS) -> list[dict[str, Any]]:
                 "us": times,
                 "date": report["date"][:10],
             }
-            found.setdefault((report["gpu"], shape, tokens), row)
+            newer = found.setdefault((report["gpu"], shape, tokens), row)
+            if len(newer["us"]) < len(times):
+                found[report["gpu"], shape, tokens] = row
     return [found[key] for key in sorted(found)]
 
 
 def compared(report: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, float]]]:
     """(shape, tokens, µs by plan) of a report's uniform per-expert LoRA rows that have more than one plan: the mean
-    over the ranks and adapters at which every one of these plans was measured, and right. None where none are."""
-    rows = [row for row in report["rows"] if report["kind"] == "layer" and row["rank"]]
+    over the ranks and adapters at which every one of these plans was measured, and right. None where none are. Plans
+    that there are no more do not count."""
+    known = {plan.value for plan in Plan}
+    rows = [row for row in report["rows"] if report["kind"] == "layer" and row["rank"] and row["plan"] in known]
     rows = [row for row in rows if row["routing"] == "uniform" and row["layout"] == "per_expert"]
     for shape, tokens in dict.fromkeys((row["shape"], row["tokens"]) for row in rows if row["shape"] in SHAPES):
         mine = [row for row in rows if (row["shape"], row["tokens"]) == (shape, tokens)]

@@ -8,9 +8,9 @@ from typing import Any
 from moelet.layer.errors import ConfigurationError
 
 from . import options, shapes
+from .cells import described, fastest
 from .newest import Newest, newest, published, source
 from .report import RESULTS
-from .tables import described, fastest
 
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown")
 
@@ -58,12 +58,19 @@ def plot(found: Newest, shape: str, path: Path) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Draw every shape asked for, or every shape that has results; the exit code 0."""
     parser = options.Parser(prog="moelet bench plot", description=__doc__)
-    parser.add_argument("--shape", action="append", choices=shapes.SHAPES, help="repeatable; those with results")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="folder of the pictures")
+    parser.add_argument("--shape", action="append", choices=shapes.names(), help="repeatable; those with results")
+    parser.add_argument("--from", dest="file", metavar="FILE", help="of results/, to draw instead; takes --shape")
+    parser.add_argument(
+        "--out", type=options.folder, default=RESULTS, metavar="DIR", help="folder of the pictures (results)"
+    )
     chosen = parser.parse_args(arguments)
-    found = {shape: newest("layer", shape) for shape in chosen.shape or shapes.SHAPES}
+    if chosen.file and not chosen.shape:
+        raise ConfigurationError("--from takes --shape, which says what to draw of it")
+    found = {shape: newest("layer", shape, file=chosen.file) for shape in chosen.shape or shapes.names()}
     for shape, result in found.items():
         if result is not None:
+            for told in result.passed_over:
+                print(f"{shape}: {told}", file=sys.stderr)
             path = chosen.out / f"layer-{shape}.png"
             plot(result, shape, path)
             print(path)

@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from moelet.layer.reference import ReferenceEngine
 from moelet.layer.spec import LayerSpec, ModelSpec
 from moelet.layer.weights import LayerWeights
 
+from . import options
 from .report import unused
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -136,24 +138,24 @@ def circumstances(load: float) -> dict[str, Any]:
     }
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = options.Parser(prog="python -m benchmarks.reference_layer", description=__doc__)
+    made.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
+    made.add_argument("--tokens", type=options.counts, default=[64], help="token counts, as 1,64")
+    made.add_argument(
+        "--adapters", type=options.numbers(0), default=[0, 1, 4], help="adapters over the tokens, 0 for none"
+    )
+    made.add_argument("--rank", type=options.number(1, options.MOST_RANK), default=16)
+    made.add_argument("--repeats", type=options.replays, default=9)
+    made.add_argument("--threads", type=options.number(1), help="torch threads; torch's own choice by default")
+    made.add_argument("--results", type=options.folder, default=ROOT / "benchmarks" / "results")
+    return made
 
 
-def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
-    parser.add_argument("--tokens", type=numbers, default=[64], help="token counts, as 1,64")
-    parser.add_argument("--adapters", type=numbers, default=[0, 1, 4], help="adapters over the tokens, 0 for none")
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--threads", type=int, help="torch threads; torch's own choice by default")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
-    return parser.parse_args()
-
-
-def main() -> None:
-    chosen, load = options(), os.getloadavg()[0]
+def main(arguments: Sequence[str]) -> int:
+    """Measure; the exit code 0. Raises ``SystemExit`` for a wrong output."""
+    chosen, load = parser().parse_args(arguments), os.getloadavg()[0]
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
     spec = SHAPES[chosen.shape]
@@ -183,7 +185,8 @@ def main() -> None:
     path = unused(chosen.results / f"{report['date'][:10]}_reference_layer_{chosen.shape}.json")
     path.write_text(json.dumps(report, indent=2) + "\n")
     print(f"written to {path}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(options.run(main, sys.argv[1:]))

@@ -19,6 +19,7 @@ import torch
 from moelet.graphs.compiler import nvrtc_version
 from moelet.layer.errors import ConfigurationError
 
+from . import shapes
 from .rig import Rig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,7 +46,7 @@ def circumstances(kind: str, arguments: Sequence[str], rig: Rig, commit: str | N
         "commit": commit or git_commit(),
         "gpu": rig.device.name,
         "sm_count": rig.device.sm_count,
-        **nvidia_smi(rig.device.ordinal),
+        **nvidia_smi(rig.pci_bus_id),
         "driver_cuda": ".".join(map(str, rig.device.driver_version)),
         "nvrtc": ".".join(map(str, nvrtc_version())),
         "torch": torch.__version__,
@@ -100,11 +101,11 @@ def git_commit() -> str:
         return "unknown"
 
 
-def nvidia_smi(ordinal: int) -> Row:
-    """Driver, clocks and power as nvidia-smi tells them; empty where it cannot be run."""
+def nvidia_smi(pci_bus_id: str) -> Row:
+    """Driver, clocks and power of one GPU as nvidia-smi tells them; empty where it cannot be run or has no such GPU."""
     query = f"--query-gpu={','.join(SMI_FIELDS)}"
     try:
-        line = _output("nvidia-smi", query, "--format=csv,noheader", f"--id={ordinal}")
+        line = _output("nvidia-smi", query, "--format=csv,noheader", f"--id={pci_bus_id}")
     except (OSError, subprocess.CalledProcessError):
         return {}
     return dict(zip(SMI_FIELDS.values(), (value.strip() for value in line.split(",")), strict=False))
@@ -170,14 +171,26 @@ def unused(path: Path) -> Path:
 
 
 def read(path: Path) -> Row:
-    """The JSON object in a file. Raises ``ConfigurationError``, which names the file, where there is none."""
+    """The JSON object in a file, its shapes called as they are today. Raises ``ConfigurationError``, which names the
+    file, where there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path} is no result that can be read: {error}") from error
     if not isinstance(found, dict):
         raise ConfigurationError(f"{path} is no result of moelet bench")
-    return found
+    return _renamed(found)
+
+
+def _renamed(report: Row) -> Row:
+    """``report`` with the names of layers that were run with their shared experts, which had those of the layers
+    without them before there was a name for each."""
+    if "--shared" in str(report.get("command")).split():
+        for rows in (report.get("rows"), report.get("peers")):
+            for row in rows if isinstance(rows, list) else ():
+                if isinstance(row, dict) and isinstance(row.get("shape"), str):
+                    row["shape"] = shapes.with_shared(row["shape"])
+    return report
 
 
 def write(path: Path, report: Mapping[str, Any]) -> None:

@@ -5,12 +5,15 @@ from collections.abc import Callable
 import torch
 
 from moelet.graphs.compiler import check_driver
-from moelet.graphs.driver import open_device
+from moelet.graphs.driver import call, driver, open_device
 from moelet.graphs.kernels import Kernels
 from moelet.graphs.streams import Events, Streams
 
 from .reading import Reader
 from .timing import Timing, replay_times
+
+BUS_ID_BYTES = 64
+"""Room for the text of a PCI bus id, which is 12 characters with a domain of 16 bits."""
 
 
 class Rig:
@@ -32,6 +35,14 @@ class Rig:
     def torch_device(self) -> torch.device:
         """Where torch makes weights and checks outputs: this GPU, if torch can use one."""
         return torch.device("cuda", self.device.ordinal) if torch.cuda.is_available() else torch.device("cpu")
+
+    @property
+    def pci_bus_id(self) -> str:
+        """Where the GPU is, ``"0000:5B:00.0"``: so every program knows it, while its ordinal depends on
+        CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER."""
+        handle = call(driver.cuDeviceGet, self.device.ordinal)
+        text: bytes = call(driver.cuDeviceGetPCIBusId, BUS_ID_BYTES, handle)
+        return text.split(b"\0")[0].decode()
 
     def time(self, replay: Callable[[], None], *, replays: int, forwards: int) -> Timing:
         """The time of one of the ``forwards`` that ``replay`` puts on the main stream, each replay with L2 swept."""

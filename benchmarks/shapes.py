@@ -28,7 +28,19 @@ SHAPES = {
 """Sizes as the checkpoints' ``config.json`` say. ``ep4`` and ``ep8`` are the second of four and of eight
 expert-parallel slices; shared experts belong to the first slice, so ``deepseek-v3-ep8`` computes none."""
 DEFAULT_SHAPE = "qwen3-30b-a3b"
+SHARED = "-shared"
+"""Behind the name of a layer that was run with its shared experts."""
 _NUMBERED = re.compile(r"e(\d+)-k(\d+)-h(\d+)-i(\d+)")
+
+
+def names() -> list[str]:
+    """What results call the layers that have a name, those with shared experts once more with them."""
+    return list(dict.fromkeys([*SHAPES, *map(with_shared, SHAPES)]))
+
+
+def with_shared(name: str) -> str:
+    """What results call the layer ``name`` when it computes its shared experts: ``name`` where there are none."""
+    return f"{name}{SHARED}" if name in SHAPES and SHAPES[name].holds_shared_experts else name
 
 
 def named(name: str, *, shared: bool) -> LayerSpec:
@@ -44,8 +56,12 @@ def numbered(num_experts: int, top_k: int, hidden_size: int, intermediate_size: 
 
 
 def called(name: str) -> LayerSpec | None:
-    """The layer that results call ``name``, without its shared experts; None where none is called so."""
+    """The layer that results call ``name``, without its shared experts unless the name says so; None where none is
+    called so."""
     if name in SHAPES:
         return named(name, shared=False)
+    plain = name.removesuffix(SHARED)
+    if plain in SHAPES and with_shared(plain) == name:
+        return named(plain, shared=True)
     numbers = _NUMBERED.fullmatch(name)
     return numbered(*map(int, numbers.groups()))[1] if numbers else None

@@ -34,6 +34,8 @@ from .soak_clients import Asking, Changing, Findings, Registry
 from .soak_swapper import swapping
 from .soak_truth import ROWS, Truth
 
+MOST_SLOTS = 1024
+"""As of moelet serve."""
 TIMED_TOKENS = 16
 TIMED_CLIENTS, TIMED_ADAPTERS = 4, 4
 SETTLE_S = 15.0
@@ -48,12 +50,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--seconds", type=options.seconds, default=30.0, help="of load, and half as much again of timing (30)"
     )
-    made.add_argument("--device", default="cpu", help="as of moelet serve (cpu)")
+    made.add_argument("--device", type=options.device, default="cpu", help="cpu, cuda or cuda:N (cpu)")
     made.add_argument("--clients", type=options.number(1), default=64, help="that ask at the same time (64)")
     made.add_argument(
         "--adapters", type=options.number(TIMED_ADAPTERS), default=32, help="names that are loaded and replaced (32)"
     )
-    made.add_argument("--slots", type=options.number(1), default=8, help="adapter slots of the engine (8)")
+    made.add_argument("--slots", type=options.number(1, MOST_SLOTS), default=8, help="adapter slots of the engine (8)")
     made.add_argument("--changers", type=options.number(1), default=4, help="clients that load and unload (4)")
     made.add_argument("--json", type=options.result_file, metavar="PATH", help="where to write (by date and device)")
     made.add_argument("--commit", help="what to record as the commit where this is no git checkout")

@@ -4,32 +4,47 @@ results.
 A region stands between ``<!-- bench:start NAME -->`` and ``<!-- bench:end -->``. NAME is ``layer-SHAPE``,
 ``kernels-SHAPE``, ``counters-SHAPE``, ``host-SHAPE`` or ``overhead-SHAPE``, with ``-zipf`` or ``-eight`` behind it for
 another routing than the uniform one, or ``-ranks`` for several LoRA ranks side by side. A region without a result says
-so. ``--check`` changes nothing and exits 1 where a table is not what the results say.
+so. The newest result is the newest of those that have all that was measured in the fullest; newer ones that lack some
+of it are named on stderr. ``<!-- bench:start NAME from FILE -->`` takes what is in ``results/FILE`` instead, however
+little. ``--check`` changes nothing and exits 1 where a table is not what the results say.
 """
 
 import argparse
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from moelet.graphs.plan_choice import TABLE
 from moelet.layer.errors import ConfigurationError
 
 from . import options, plan_table
-from .counters import over_floor, summed
+from .cells import (
+    DASH,
+    added,
+    described,
+    dram_share,
+    fastest,
+    header,
+    markdown,
+    measured,
+    ratio,
+    read_megabytes,
+    throughput,
+    timed,
+)
+from .counters import summed
 from .floor import H200_TFLOPS, arithmetic_us
 from .newest import Newest, best_published, newest, published_date
 from .report import RESULTS, ROOT, Row, measuring
-from .shapes import SHAPES, called
+from .shapes import called, names
 
 FILES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
-REGION = re.compile(r"(<!-- bench:start (\S+) -->\n).*?(<!-- bench:end -->)", re.S)
+REGION = re.compile(r"(<!-- bench:start (\S+)(?: from (\S+))? -->\n).*?(<!-- bench:end -->)", re.S)
 MARK = "<!-- bench:"
 NAME = re.compile(r"(layer|kernels|counters|host|overhead)-(.+?)(?:-(zipf|eight|ranks))?")
 NO_RESULT = "No result yet."
-DASH = "–"
 
 
 def rewritten(text: str, folder: Path = RESULTS) -> str:
@@ -40,24 +55,41 @@ def rewritten(text: str, folder: Path = RESULTS) -> str:
         raise ConfigurationError(f"of {text.count(MARK)} marks of regions only {2 * len(whole)} are in pairs")
 
     def region(match: re.Match[str]) -> str:
-        return f"{match[1]}{content(match[2], folder)}\n{match[3]}"
+        return f"{match[1]}{content(match[2], folder, match[3])}\n{match[4]}"
 
     return REGION.sub(region, text)
 
 
-def content(name: str, folder: Path = RESULTS) -> str:
-    """The Markdown of one region."""
-    parsed = NAME.fullmatch(name)
-    if parsed is None or called(parsed[2]) is None:
-        shapes = f"one of {', '.join(TABLES)}, and has the name of a shape behind it: {', '.join(SHAPES)}"
-        raise ConfigurationError(f"no table is called {name}: its name begins with {shapes}")
-    ranks = parsed[3] == "ranks"
-    routing = "uniform" if ranks else parsed[3] or "uniform"
-    found = newest(parsed[1], parsed[2], routing, folder, ranks=ranks)
+def passed_over(text: str, folder: Path = RESULTS) -> Iterator[str]:
+    """A sentence for each result that is newer than what a region of ``text`` has, and lacks some of it."""
+    for _, name, file, _ in REGION.findall(text):
+        found = result(name, folder, file or None)
+        yield from (f"{name}: {told}" for told in (found.passed_over if found else ()))
+
+
+def content(name: str, folder: Path = RESULTS, file: str | None = None) -> str:
+    """The Markdown of one region, out of the newest full result or of ``file``."""
+    found = result(name, folder, file)
     if found is None:
         return NO_RESULT
-    lines = TABLES[parsed[1]](found, parsed[2])
-    return "\n".join([*lines, "", provenance(found)])
+    kind, shape, _ = parsed(name)
+    return "\n".join([*TABLES[kind](found, shape), "", provenance(found)])
+
+
+def result(name: str, folder: Path, file: str | None) -> Newest | None:
+    """What the region ``name`` shows; None where there is nothing yet."""
+    kind, shape, rest = parsed(name)
+    ranks = rest == "ranks"
+    return newest(kind, shape, "uniform" if ranks else rest or "uniform", folder, ranks=ranks, file=file)
+
+
+def parsed(name: str) -> tuple[str, str, str | None]:
+    """The kind, the shape, and what is behind it. Raises ``ConfigurationError`` for what names no table."""
+    found = NAME.fullmatch(name)
+    if found is None or called(found[2]) is None:
+        shapes = f"one of {', '.join(TABLES)}, and has the name of a shape behind it: {', '.join(names())}"
+        raise ConfigurationError(f"no table is called {name}: its name begins with {shapes}")
+    return found[1], found[2], found[3]
 
 
 def provenance(found: Newest) -> str:
@@ -132,21 +164,6 @@ def counters_table(found: Newest, shape: str) -> list[str]:  # noqa: ARG001
     return lines
 
 
-def read_megabytes(row: Row | None) -> str:
-    """A cell: what a forward read from DRAM, and that over what it must."""
-    if row is None or (over := over_floor(row)) is None:
-        return DASH
-    return f"{row['dram_read_bytes'] * 1e-6:.1f} ({over:.3f})"
-
-
-def dram_share(row: Row | None) -> str:
-    """A cell: how fast a kernel read from DRAM, and how much of DRAM's peak it used."""
-    if row is None or row["dram_read_bytes"] is None or not row["time_us"]:
-        return DASH
-    share = DASH if row["dram_pct"] is None else f"{row['dram_pct']:.0f}%"
-    return f"{row['dram_read_bytes'] / row['time_us'] * 1e-6:.2f} ({share})"
-
-
 def host_table(found: Newest, shape: str) -> list[str]:  # noqa: ARG001
     """Host to host, the graph alone and the difference, over token counts, from pageable and from pinned memory."""
     lines = header("µs", found.tokens)
@@ -178,13 +195,6 @@ def host_lines(by_tokens: Mapping[int, Row], tokens: Sequence[int], what: str) -
     return lines
 
 
-def throughput(row: Row | None) -> str:
-    """A cell: tokens a second when every forward is begun ahead, and their share of those of the graph alone."""
-    if row is None:
-        return DASH
-    return f"{1e6 * row['tokens'] / row['ahead_us']:.0f} ({row['graph_us'] / row['ahead_us']:.0%})"
-
-
 def overhead_table(found: Newest, shape: str) -> list[str]:  # noqa: ARG001
     """The service and the echo over token counts, and how many calls a second many clients get."""
     rows = {(row["server"], row["tokens"]): row for row in found.rows if row["clients"] == 1}
@@ -199,11 +209,6 @@ def overhead_table(found: Newest, shape: str) -> list[str]:  # noqa: ARG001
     return lines
 
 
-def measured(row: Row | None, field: str, digits: int) -> str:
-    """A cell: one number of a row, if it was measured before the run was broken off."""
-    return DASH if row is None or row[field] is None else f"{row[field]:.{digits}f}"
-
-
 TABLES: dict[str, Callable[[Newest, str], list[str]]] = {
     "layer": layer_table,
     "kernels": kernels_table,
@@ -211,49 +216,6 @@ TABLES: dict[str, Callable[[Newest, str], list[str]]] = {
     "host": host_table,
     "overhead": overhead_table,
 }
-
-
-def fastest(rows: Sequence[Row]) -> dict[int, Row]:
-    """The fastest row of each token count."""
-    best: dict[int, Row] = {}
-    for row in rows:
-        if row["tokens"] not in best or row["us"] < best[row["tokens"]]["us"]:
-            best[row["tokens"]] = row
-    return best
-
-
-def described(rank: int, adapters: int | str, layout: str | None) -> str:
-    """What a row was measured with."""
-    if not rank:
-        return "base"
-    return f"LoRA r{rank} ×{adapters}{' shared-outer' if layout == 'shared_outer' else ''}"
-
-
-def timed(row: Row | None) -> str:
-    """A cell: the time and its share of the floor."""
-    return DASH if row is None else f"{row['us']:.1f} ({row['fraction']:.0%})"
-
-
-def ratio(row: Row | None) -> str:
-    """A cell: the time over the base's."""
-    return DASH if row is None or row["of_base"] is None else f"{row['of_base']:.3f}"
-
-
-def added(row: Row | None) -> str:
-    """A cell: the time that a kernel adds and its GB/s."""
-    if row is None:
-        return DASH
-    return f"{row['us']:.1f}" + (f" ({row['gb_s']:.0f})" if row["gb_s"] is not None else "")
-
-
-def header(what: str, tokens: Sequence[int]) -> list[str]:
-    """The two lines that begin a Markdown table."""
-    return [markdown(what, [f"T={t}" for t in tokens]), markdown("---", ["---:"] * len(tokens))]
-
-
-def markdown(first: str, cells: Sequence[str]) -> str:
-    """A line of a Markdown table."""
-    return f"| {' | '.join([first, *cells])} |"
 
 
 def stale(files: Sequence[Path] = FILES, folder: Path = RESULTS) -> Mapping[Path, str]:
@@ -277,7 +239,10 @@ def main(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     if not RESULTS.is_dir():
         raise ConfigurationError(f"there is no folder of results, {RESULTS}")
+    marked = "".join(path.read_text(encoding="utf-8") for path in FILES if path.is_file())
     found = stale()
+    for told in dict.fromkeys(passed_over(marked)):
+        print(told, file=sys.stderr)
     for path, text in found.items():
         if not chosen.check:
             path.write_text(text, encoding="utf-8")

@@ -18,7 +18,7 @@ US = 100.0
 
 
 class BenchDriver(LayerDriver):
-    """The fake driver with timing events, which always lie ``US`` apart, and a profiler."""
+    """The fake driver with timing events, which always lie ``US`` apart, a profiler, and a bus id for each device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,6 +44,9 @@ class BenchDriver(LayerDriver):
         if self._profiling:
             self.profiled.append(self.graphs[-1])
         return super().cuGraphLaunch(executable, stream)
+
+    def cuDeviceGetPCIBusId(self, length, device):
+        return ok(f"0000:{0x5B + int(device):02X}:00.0".encode().ljust(length, b"\0"))
 
     def cuProfilerStart(self):
         self._profiling = True

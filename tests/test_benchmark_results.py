@@ -3,13 +3,13 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 from benchmarks import against, report, shapes, tables
 from benchmarks.newest import best_published, newest, published
 from benchmarks.timing import Timing
 
+from bench_results import result, row
 from moelet.layer.errors import ConfigurationError
 
 
@@ -17,12 +17,6 @@ def test_times() -> None:
     timing = Timing.of([float(i) for i in range(1, 12)])
     assert timing == Timing(6.0, 2.0, 10.0)
     assert timing.row() == {"us": 6.0, "p10_us": 2.0, "p90_us": 10.0}
-
-
-def row(tokens: int = 64, fraction: float = 0.9, **other: Any) -> dict[str, Any]:
-    common = {"shape": "qwen3-30b-a3b", "routing": "uniform", "plan": "single_stream", "rank": 0, "adapters": 0}
-    costs = {"layout": None, "slot_rank": 16, "us": 280.0, "floor_us": 252.0, "of_base": None, "wrong": False}
-    return common | costs | {"tokens": tokens, "fraction": fraction} | other
 
 
 def test_only_what_is_over_three_percent_slower_is_told() -> None:
@@ -150,14 +144,6 @@ def test_published_peers_are_those_of_the_day() -> None:
     assert best_published("qwen3-30b-a3b-ep4", 0, 0)[64].us[64] == 94.2
     assert best_published("qwen3.5-35b-a3b", 16, 1)[256].us[256] == 430.5
     assert all(peer.us for shape in shapes.SHAPES for peer in published(shape))
-
-
-def result(
-    folder: Path, name: str, date: str, rows: list[dict[str, Any]], others: list[dict[str, Any]], kind: str = "layer"
-) -> None:
-    head = {"kind": kind, "date": date, "gpu": "NVIDIA H200", "driver": "580", "sm_clock": "1980 MHz"}
-    told = {"commit": "0123456789abcdef", "command": f"moelet bench layer {name}", "read_bandwidth_tb_s": 4.587}
-    report.write(folder / f"{name}.json", head | told | {"rows": rows, "peers": others})
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from benchmarks.__main__ import main
 from benchmarks.forwards import Forwards, WeightSet, forwards_per_graph
 from benchmarks.rig import Rig
 from benchmarks.shapes import SHAPES
+from benchmarks.timing import Timing
 from benchmarks.workload import Workload, random_batches
 from torch import Tensor
 
@@ -247,6 +248,16 @@ def test_kernel_rows(fake: BenchDriver, tmp_path: Path, plan: Plan) -> None:
         expanded = read["lora_expand of gate_up"] + read["lora_expand of down"]
         assert expanded == shrunk["gate_up"] // 2 + 2 * shrunk["down"], "B is read once"
     assert read["sort"] is None is read["finalize"]
+
+
+def test_of_a_forward_whose_kernels_were_not_all_timed_there_are_no_rows(
+    fake: BenchDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    times = [Timing(1.0, 1.0, 1.0)] * (len(BASE_KERNELS) + 2)
+    monkeypatch.setattr(Rig, "time", lambda *_, **__: times.pop())
+    with pytest.raises(IndexError):
+        main(["kernels", *NUMBERS, *FEW, "--tokens", "4,5", "--ranks", "0", "--json", str(tmp_path / "result.json")])
+    assert [row["tokens"] for row in json.loads((tmp_path / "result.json").read_text())["rows"]] == [4, 4, 4]
 
 
 def test_kernels_of_two_streams_cannot_be_told_apart(fake: BenchDriver, tmp_path: Path) -> None:

@@ -1,14 +1,13 @@
-"""The benchmarks' floors, workloads and options, none of which needs a GPU."""
+"""The benchmarks' floors and workloads, none of which needs a GPU."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benchmarks import options, peers, shapes
-from benchmarks.__main__ import main
+from benchmarks import peers, shapes
 from benchmarks.floor import Hits, arithmetic_us, expected_experts, expert_bytes, matrix_bytes
+from benchmarks.null_service import NullEngine
 from benchmarks.workload import (
     Routing,
     Workload,
@@ -22,10 +21,9 @@ from benchmarks.workload import (
 from torch import Tensor
 
 from moelet.layer.engine import LayerBatch
-from moelet.layer.errors import ConfigurationError
+from moelet.layer.errors import EngineError
 from moelet.layer.reference import ReferenceEngine
 from moelet.layer.spec import LayerSpec
-from moelet.service import cli
 from random_layers import SHARED_SPEC, SPEC, model_of
 
 Q30 = shapes.SHAPES["qwen3-30b-a3b"]
@@ -169,82 +167,20 @@ def test_grouped_mm_computes_the_layer(spec: LayerSpec) -> None:
     assert relative_error(out, exact_output(spec, weights, [], batch)) < 0.01
 
 
-def test_layers_by_name_and_by_numbers() -> None:
-    parser = options.Parser()
-    options.shape_options(parser)
-    numbers = ["--num-experts", "60", "--top-k", "4", "--hidden-size", "2048", "--intermediate-size", "1408"]
-    chosen = options.chosen_shapes(parser.parse_args(["--shape", "qwen3.5-35b-a3b", *numbers]))
-    assert list(chosen) == ["qwen3.5-35b-a3b", "e60-k4-h2048-i1408"]
-    assert [spec.num_shared_chunks for spec in chosen.values()] == [0, 0]
-    assert chosen["e60-k4-h2048-i1408"].intermediate_size == 1408
-    shared = options.chosen_shapes(parser.parse_args(["--shape", "qwen3.5-35b-a3b", "--shared"]))
-    assert shared["qwen3.5-35b-a3b"].num_shared_chunks == 1
-    assert list(options.chosen_shapes(parser.parse_args([]))) == ["qwen3-30b-a3b"]
-    with pytest.raises(ConfigurationError, match="--num-experts"):
-        options.chosen_shapes(parser.parse_args(numbers[:4]))
-    for name, spec in chosen.items():
-        assert shapes.called(name) == spec
-    assert shapes.called("e60-k4-h2048") is None
-    local = shapes.SHAPES["qwen3-30b-a3b-ep4"]
-    assert (local.local_expert_offset, local.local_expert_end) == (32, 64)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["nonsense"], ("nonsense", "layer")),
-        (["layer", "--tokens", "0"], ("--tokens", "'0'")),
-        (["layer", "--tokens", "x"], ("--tokens", "'x'")),
-        (["layer", "--shape", "nonsense"], ("--shape", "nonsense")),
-        (["layer", "--adapters", "1,9"], ("--adapters 9", "--slots 8")),
-        (["layer", "--ranks", "64", "--max-lora-rank", "16"], ("--ranks 64", "--max-lora-rank 16")),
-        (["layer", "--sets", "0"], ("--sets",)),
-        (["layer", "--replays", "1"], ("--replays", "'1'")),
-        (["layer", "--top-k", "2"], ("--num-experts",)),
-        (["layer", "--against", "/absent.json"], ("/absent.json",)),
-        (["layer", "--js", "a"], ("--js",)),
-        (["layer", "--replays", "3,99"], ("--replays", "'3,99'")),
-        (["layer", "--json", "/"], ("--json", "'/'")),
-        (["layer", "--json", ""], ("--json", "''")),
-        (["layer", "--json", f"{__file__}/a.json"], ("--json", "test_benchmarks.py/a.json")),
-        (["kernels", "--plan", "nonsense"], ("--plan", "nonsense")),
-        (["host", "--nonsense"], ("--nonsense",)),
-        (["layer", "--tokens", "100000000000"], ("--tokens", "1048576", "'100000000000'")),
-        (["layer", "--ranks", "5000"], ("--ranks", "4096", "'5000'")),
-        (["layer", "--hidden-size", "-64"], ("--hidden-size", "'-64'")),
-        (["layer", "--slots", "-1"], ("--slots", "'-1'")),
-        (["kernels", "--gpu", "-1"], ("--gpu", "'-1'")),
-        (["counters", "--limit-s", "nan"], ("--limit-s", "'nan'")),
-        (["overhead", "--clients", "-1"], ("--clients", "'-1'")),
-        (["overhead", "--seconds", "0"], ("--seconds", "'0'")),
-        (["soak", "--adapters", "3"], ("--adapters", "from 4", "'3'")),
-        (["soak", "--slots", "1,2"], ("--slots", "'1,2'")),
-        (["soak", "--seconds", "inf"], ("--seconds", "'inf'")),
-    ],
-)
-def test_what_is_wrong_is_one_sentence_and_code_2(
-    arguments: list[str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1
-    assert captured.err.startswith("moelet bench: ")
-    assert all(word in captured.err for word in words), captured.err
-
-
-def test_the_command_line_hands_over(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["bench"]) == 0
-    assert "kernels" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["bench", "layer", "--help"])
-    assert "--shared-outer" in capsys.readouterr().out
-    assert cli.main(["bench", "layer", "--tokens", "1,x", "--plan", "all"]) == 2
-    assert "'1,x'" in capsys.readouterr().err
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "site-packages" / "moelet" / "service" / "cli.py"))
-    assert cli.main(["bench", "layer"]) == 2
-    assert capsys.readouterr().err.startswith("moelet: benchmarks come with a source checkout")
+def test_the_null_engine_has_the_slots_that_it_says() -> None:
+    engine, other = NullEngine(SPEC), ReferenceEngine(model_of(SPEC), {}, max_loras=1)
+    adapter = random_adapter(SPEC, 1, torch.Generator().manual_seed(0))
+    engine.install_adapter(0, adapter)
+    engine.remove_adapter(0)
+    for slot in (-1, 1):
+        said = []
+        for each in (engine, other):
+            with pytest.raises(EngineError, match=f"no adapter slot {slot}:") as installing:
+                each.install_adapter(slot, adapter)
+            with pytest.raises(EngineError, match=f"no adapter slot {slot}:") as removing:
+                each.remove_adapter(slot)
+            said.append((str(installing.value), str(removing.value)))
+        assert said[0] == said[1]
 
 
 @pytest.mark.parametrize(
