@@ -34,6 +34,60 @@ __device__ __forceinline__ void count_rows(const Rows& rows, const Routing& rout
     __syncthreads();
 }
 
+// Turns the counts into places: padded starts of the experts, and the buckets' offsets within each.
+__device__ __forceinline__ void place_experts(const Rows& rows) {
+    const auto [first, last] = dealt_to(threadIdx.x, blockDim.x, rows.num_experts);
+    int padded = 0;
+    for (int expert = first; expert < last; ++expert) {
+        place_buckets(rows, expert);
+        padded += round_up(rows.counts[expert], kRowAlign);
+    }
+    int total;
+    int start = block_exclusive_scan(padded, rows.warp_sums, total);
+    for (int expert = first; expert < last; ++expert) {
+        rows.starts[expert] = start;
+        start += round_up(rows.counts[expert], kRowAlign);
+    }
+    __syncthreads();
+}
+
+// Tiles of `tile_rows` rows, the last of an expert with what is left. Returns how many there are.
+__device__ __forceinline__ int write_tiles(const Rows& rows, int tile_rows, TokenTile* tiles, int* num_tiles,
+                                           const Pending& to_come) {
+    const auto [first, last] = dealt_to(threadIdx.x, blockDim.x, rows.num_experts);
+    int num_mine = 0;
+    int groups_mine = 0;
+    for (int expert = first; expert < last; ++expert) {
+        num_mine += ceil_div(rows.counts[expert], tile_rows);
+        groups_mine += rows.groups[expert];
+    }
+    int total;
+    int group = block_exclusive_scan(groups_mine, rows.warp_sums, total);
+    int index = block_exclusive_scan(num_mine, rows.warp_sums, total);
+    for (int expert = first; expert < last; ++expert) {
+        const int num_groups = rows.groups[expert];
+        for (int row = 0; row < rows.counts[expert]; row += tile_rows)
+            tiles[index++] = TokenTile{expert, rows.starts[expert] + row, min(tile_rows, rows.counts[expert] - row),
+                                       group | num_groups << 16};
+        group += num_groups;
+        to_come.write(rows, expert, ceil_div(rows.counts[expert], tile_rows), num_groups);
+    }
+    if (threadIdx.x == 0) *num_tiles = total;
+    return total;
+}
+
+__device__ __forceinline__ void write_groups(const Rows& rows, LoraGroup* groups, int* num_groups) {
+    const auto [first, last] = dealt_to(threadIdx.x, blockDim.x, rows.num_experts);
+    int mine = 0;
+    for (int expert = first; expert < last; ++expert) mine += rows.groups[expert];
+    int total;
+    int index = block_exclusive_scan(mine, rows.warp_sums, total);
+    for (int expert = first; expert < last; ++expert) {
+        if (rows.groups[expert] != 0) index = write_groups_of(rows, expert, groups, index);
+    }
+    if (threadIdx.x == 0) *num_groups = total;
+}
+
 // Earlier rows of the same key, counted by a warp: the sort is stable.
 __device__ __forceinline__ int rank_of(const Rows& rows, int row) {
     const uint16_t key = rows.keys[row];
@@ -66,9 +120,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
     if (blockIdx.x == 0) {
         const Pending to_come{pending, tile_parts, group_parts, row_parts};
-        const int total = write_tiles(rows, tile_rows, false, tiles, num_tiles, [&](int expert, int mine, int groups) {
-            to_come.write(rows, expert, mine, groups);
-        });
+        const int total = write_tiles(rows, tile_rows, tiles, num_tiles, to_come);
         if (threadIdx.x == 0) to_come.write_total(rows, total);
         if (threadIdx.x < kTickets) tickets[threadIdx.x] = 0;
     }

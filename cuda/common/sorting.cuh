@@ -1,4 +1,4 @@
-// What the sorts make of the counts of their keys: places of experts, token tiles, adapter groups.
+// What all sorts make of the counts of their keys: offsets of buckets, and adapter groups.
 #pragma once
 
 #include "common/layout.cuh"
@@ -56,55 +56,9 @@ __device__ __forceinline__ void place_buckets(const Rows& rows, int expert) {
     rows.groups[expert] = groups;
 }
 
-// Turns the counts into places: padded starts of the experts, and the buckets' offsets within each.
-__device__ __forceinline__ void place_experts(const Rows& rows) {
-    const auto [first, last] = dealt_to(threadIdx.x, blockDim.x, rows.num_experts);
-    int padded = 0;
-    for (int expert = first; expert < last; ++expert) {
-        place_buckets(rows, expert);
-        padded += round_up(rows.counts[expert], kRowAlign);
-    }
-    int total;
-    int start = block_exclusive_scan(padded, rows.warp_sums, total);
-    for (int expert = first; expert < last; ++expert) {
-        rows.starts[expert] = start;
-        start += round_up(rows.counts[expert], kRowAlign);
-    }
-    __syncthreads();
-}
-
 __device__ __forceinline__ int rows_in_bucket(const Rows& rows, int expert, int bucket) {
     const int* prefix = rows.prefix + expert * rows.buckets;
     return (bucket + 1 < rows.buckets ? prefix[bucket + 1] : rows.counts[expert]) - prefix[bucket];
-}
-
-// Tiles of `tile_rows` rows, the last of an expert with what is left; or `balanced`, as many of about equal size.
-// Returns how many there are; `note` is told of each expert how many tiles and groups are its own.
-template <typename Note>
-__device__ __forceinline__ int write_tiles(const Rows& rows, int tile_rows, bool balanced, TokenTile* tiles,
-                                           int* num_tiles, Note note) {
-    const auto [first, last] = dealt_to(threadIdx.x, blockDim.x, rows.num_experts);
-    int num_mine = 0;
-    int groups_mine = 0;
-    for (int expert = first; expert < last; ++expert) {
-        num_mine += ceil_div(rows.counts[expert], tile_rows);
-        groups_mine += rows.groups[expert];
-    }
-    int total;
-    int group = block_exclusive_scan(groups_mine, rows.warp_sums, total);
-    int index = block_exclusive_scan(num_mine, rows.warp_sums, total);
-    for (int expert = first; expert < last; ++expert) {
-        const int num_groups = rows.groups[expert];
-        int step = tile_rows;
-        if (balanced) step = rows_each(rows.counts[expert], max(ceil_div(rows.counts[expert], tile_rows), 1));
-        for (int row = 0; row < rows.counts[expert]; row += step)
-            tiles[index++] = TokenTile{expert, rows.starts[expert] + row, min(step, rows.counts[expert] - row),
-                                       group | num_groups << 16};
-        group += num_groups;
-        note(expert, ceil_div(rows.counts[expert], tile_rows), num_groups);
-    }
-    if (threadIdx.x == 0) *num_tiles = total;
-    return total;
 }
 
 // An expert's adapter groups, from number `index` on; the number of the next.
@@ -118,16 +72,4 @@ __device__ __forceinline__ int write_groups_of(const Rows& rows, int expert, Lor
             groups[index++] = LoraGroup{expert, slot, start + row, min(rows.group_rows, count - row)};
     }
     return index;
-}
-
-__device__ __forceinline__ void write_groups(const Rows& rows, LoraGroup* groups, int* num_groups) {
-    const auto [first, last] = dealt_to(threadIdx.x, blockDim.x, rows.num_experts);
-    int mine = 0;
-    for (int expert = first; expert < last; ++expert) mine += rows.groups[expert];
-    int total;
-    int index = block_exclusive_scan(mine, rows.warp_sums, total);
-    for (int expert = first; expert < last; ++expert) {
-        if (rows.groups[expert] != 0) index = write_groups_of(rows, expert, groups, index);
-    }
-    if (threadIdx.x == 0) *num_groups = total;
 }
