@@ -208,7 +208,8 @@ class Engine(Protocol):
     def forward(self, batch: LayerBatch) -> Tensor:
         """``begin`` and wait: the layer's output, bf16 ``[T, H]`` on the host.
 
-        A token whose experts are all -1 gets its shared experts' output alone (zero without any).
+        A token whose experts are all -1 gets its shared experts' output alone (zero without any). Slots that are named
+        must hold an adapter: the CPU's engine refuses others, a GPU's does not look and adds nothing.
         Raises ``LayerNotServedError``, ``RequestError``, or ``EngineError``.
         """
 
