@@ -20,6 +20,8 @@ from .workload import relative_error, worst
 Layer = Callable[[Tensor, Tensor, Tensor, LayerWeights], Tensor]
 """``(hidden [T, H], topk_ids [T, k] int32, topk_weights [T, k] fp32, weights) -> [T, H]``, none of it synchronising."""
 
+NAMES = ("torch grouped_mm", "vllm")
+
 
 def grouped_mm(
     hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: LayerWeights, *, spec: LayerSpec
@@ -59,14 +61,17 @@ def vllm_layer(spec: LayerSpec, device: torch.device) -> Layer:
 
 
 def importable(spec: LayerSpec, device: torch.device) -> tuple[dict[str, Layer], dict[str, str]]:
-    """The peers that can run here, by name, and why the others cannot."""
+    """The peers that can run ``spec`` here, by name, and why the others cannot."""
     if device.type != "cuda":
-        return {}, {"torch grouped_mm": "this torch has no CUDA", "vllm": "this torch has no CUDA"}
-    found: dict[str, Layer] = {"torch grouped_mm": partial(grouped_mm, spec=spec)}
+        return {}, dict.fromkeys(NAMES, "this torch has no CUDA")
+    if spec.holds_shared_experts:
+        return {}, dict.fromkeys(NAMES, "it has no shared experts")
+    torch_name, vllm_name = NAMES
+    found: dict[str, Layer] = {torch_name: partial(grouped_mm, spec=spec)}
     try:
-        found["vllm"] = vllm_layer(spec, device)
+        found[vllm_name] = vllm_layer(spec, device)
     except ImportError as error:
-        return found, {"vllm": str(error)}
+        return found, {vllm_name: str(error)}
     return found, {}
 
 

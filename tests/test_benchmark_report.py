@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import options, report, shapes, tables
+import torch
+from benchmarks import options, peers, report, shapes, tables
 from benchmarks.__main__ import main
 from benchmarks.newest import newest
 
@@ -118,3 +119,9 @@ def test_layers_that_compute_no_shared_experts_keep_their_name() -> None:
     assert not {"plain-shared", "second-shared"} & set(shapes.names())
     (default,) = options.chosen_shapes(parser.parse_args(["--shared"]))
     assert default == shapes.DEFAULT_SHAPE, "it has none"
+
+
+def test_peers_that_have_no_shared_experts_are_not_timed_for_a_layer_that_has() -> None:
+    found, absent = peers.importable(SHARED_SPEC, torch.device("cuda"))
+    assert (found, set(absent.values())) == ({}, {"it has no shared experts"})
+    assert "torch grouped_mm" in peers.importable(SPEC, torch.device("cuda"))[0]
