@@ -9,7 +9,6 @@
 #include "common/listing.cuh"
 
 constexpr int kThreads = 512;
-constexpr int kWarps = kThreads / 32;
 constexpr int kShare = 128;    // slot rows that a block places
 constexpr int kBatch = 4;      // rows in flight per thread
 constexpr int kChunkBits = 6;  // of a count of up to 32

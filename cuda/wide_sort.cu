@@ -1,10 +1,10 @@
-// The sort of many slot rows by one cluster of blocks: as sort.cu, to which a row's place is the same. `balanced`: an
+// The sort of many slot rows by clusters of blocks: as sort.cu, to which a row's place is the same. `balanced`: an
 // expert's token tiles are about equal.
 //
-// A block places a share of the rows, and each of its warps a run of them. A row's rank is how many rows of its key are
-// in earlier blocks, in earlier warps of its own, in earlier chunks of 32 of its warp, and before it in its own chunk.
-// Each warp counts for itself; where that many counts do not fit, warps take turns over one table (`num_tables`).
-// Blocks read each other's sums.
+// Each cluster ranks all rows, a block a share of them and a warp a run, and places its turn of the chunks of 32. A
+// row's rank is how many rows of its key are in earlier blocks, in earlier warps of its own, in earlier chunks of its
+// warp, and before it in its own chunk. Each warp counts for itself; where that many counts do not fit, warps take
+// turns over one table (`num_tables`). Blocks read each other's sums.
 #include "common/barrier.cuh"
 #include "common/cluster.cuh"
 #include "common/layer_args.cuh"
@@ -21,7 +21,7 @@ __device__ constexpr int quads_of(int num_keys) { return ceil_div(num_keys, 4); 
 // Rows that a warp ranks, whole chunks.
 __device__ constexpr int run_of(int max_rows) { return round_up(ceil_div(max_rows, kBlocks * kWarps), 32); }
 
-// By key, four of them side by side: a block has fewer than 65536 rows.
+// By key, four of them side by side: a block has fewer than 65536 rows, for each takes a word of its shared memory.
 struct Counts {
     int quads;         // of keys
     int num_tables;    // kWarps, or one
@@ -90,7 +90,7 @@ __device__ __forceinline__ void add_tables(const Counts& counts) {
 }
 
 // `sums` gets what all blocks have of each key, `before` what those before this one have.
-__device__ __forceinline__ void add_blocks(const Counts& counts, int rank, int* sums) {
+__device__ __forceinline__ void add_blocks(const Counts& counts, int block, int* sums) {
     for (int quad = threadIdx.x; quad < counts.quads; quad += kThreads) {
         uint64_t held[kBlocks];
 #pragma unroll
@@ -103,7 +103,7 @@ __device__ __forceinline__ void add_blocks(const Counts& counts, int rank, int* 
             for (int j = 0; j < 4; ++j) {
                 const int count = held[i] >> 16 * j & 0xffff;
                 all[j] += count;
-                if (i < rank) earlier[j] += count;
+                if (i < block) earlier[j] += count;
             }
         }
         reinterpret_cast<int4*>(sums)[quad] = make_int4(all[0], all[1], all[2], all[3]);
@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kBloc
     extern __shared__ __align__(16) uint8_t shared[];
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
-    const int rank = cluster_rank();
+    const int block = cluster_rank();
     const int cluster = blockIdx.x / kBlocks;
     const int num_clusters = gridDim.x / kBlocks;
     const int choices = top_k + num_shared;
@@ -140,7 +140,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kBloc
     counts.tables = num_tables == 1 ? counts.own : counts.own + counts.quads;
     uint32_t* const ranked_by_block = reinterpret_cast<uint32_t*>(counts.tables + num_tables * counts.quads);
     Rows rows;
-    rows.max_rows = max_rows;
     rows.group_rows = group_rows;
     carve(rows, reinterpret_cast<uint8_t*>(ranked_by_block + kWarps * run), num_local + num_shared, buckets);
     const Tiling tiling{Divisor{tile_rows, tile_rows_inverse}, balanced != 0, rows.prefix};
@@ -148,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kBloc
 
     const Routing routing{topk_ids, token_slots, top_k, choices, local_offset, num_local, buckets};
     const Divisor per_token{choices, choices_inverse};
-    const int first = (rank * kWarps + warp) * run;
+    const int first = (block * kWarps + warp) * run;
     const Range mine{first, min(first + run, max_rows)};
     uint32_t* const ranked = ranked_by_block + warp * run;
     Chunks chunks;
@@ -167,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kBloc
     }
     if (turns == 1) add_tables(counts);
     cluster_sync();
-    add_blocks(counts, rank, rows.prefix);
+    add_blocks(counts, block, rows.prefix);
     cluster_arrive();  // who waits for it knows that nobody reads this block's sums any more
     __syncthreads();
     const int listed = begin_experts<kThreads>(rows, tiling);

@@ -45,7 +45,7 @@ SHRINK_BYTES = 4 << 10
 DIRECT_ROWS = 256
 """Slot rows that such an MLP can sort."""
 WIDE_ABOVE = 256
-"""Tokens above which kernels of many are used: a sort by a cluster, a gather by token, wide GEMMs where they pay."""
+"""Tokens above which kernels of many are used: a sort by clusters, a gather by token, wide GEMMs where they pay."""
 WIDE_LOAD = {False: (32, 32), True: (96, 64)}
 """Tokens that an expert should have on average for them, as ``MLP_LOAD`` tells the cases apart."""
 WIDE_MARGIN = 1.3
@@ -202,7 +202,8 @@ class Geometry:
         return tile <= largest and self.mlp_takes(num_tokens, lora=lora) and not two
 
     def mlp_takes(self, num_tokens: int, *, lora: bool) -> bool:
-        """Whether ``num_tokens`` tokens are few enough for an expert MLP, of each expert and together."""
+        """Whether ``num_tokens`` tokens are few enough for an expert MLP, of each expert and together, and sorted by a
+        kernel that serves one."""
         most = MLP_LOAD[lora][self.experts >= MANY_EXPERTS]
         few = num_tokens <= MLP_TILES[-1] or self.mean_load(num_tokens) <= most
         few = few and num_tokens <= MLP_TOKENS and num_tokens * self.choices <= MLP_ROWS

@@ -63,7 +63,7 @@ def gather() -> Specialisation:
 
 
 def wide_sort() -> Specialisation:
-    """The sort of more tokens, by a cluster of blocks."""
+    """The sort of more tokens, by clusters of blocks."""
     return Specialisation("wide_sort.cu")
 
 

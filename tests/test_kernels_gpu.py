@@ -103,8 +103,8 @@ def test_rows_are_sorted_stably_and_no_other_is_touched(
         monkeypatch.setattr(Geometry, "sorts_narrow", lambda *_, **__: False)
         monkeypatch.setattr(Geometry, "sorts_wide", lambda *_, **__: False)
     layer, plan = gpu.layer(SPECS[name], max_tokens=400), Plan.SINGLE_STREAM if lora else Plan.FUSED
-    for shape in SORTS[kernel]:
-        batch, variant = patterned(layer.spec, shape - shape // 7, pattern), Variant(shape, RoutingInput.TOPK, lora)
+    for shape, tokens in ((full, each) for full in SORTS[kernel] for each in {full, full - full // 7}):
+        batch, variant = patterned(layer.spec, tokens, pattern), Variant(shape, RoutingInput.TOPK, lora)
         runnable = layer.pool.build(variant, plan, captured=False, apart=True)
         assert [launch.kernel.name for launch in runnable.program.launches if launch.label == "sort"] == [kernel]
         layer.poison()

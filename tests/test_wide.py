@@ -13,7 +13,7 @@ from fake_layer import FakeLayer, parameters
 from moelet.graphs.buffers import RoutingInput
 from moelet.graphs.compiler import SOURCES
 from moelet.graphs.gemm_config import WIDE_PIECE, WIDE_TILES, wide_config
-from moelet.graphs.geometry import GROUP_ROWS, MLP_ROWS, MLP_TOKENS, WIDE_ABOVE, Geometry
+from moelet.graphs.geometry import GROUP_ROWS, MLP_ROWS, MLP_TOKENS, ROW_ALIGN, WIDE_ABOVE, Geometry
 from moelet.graphs.hazards import EdgeKind, find_hazards
 from moelet.graphs.kernels import EPILOGUE_ACTIVATION, EPILOGUE_DOWN, wide_gemm
 from moelet.graphs.options import GraphOptions
@@ -175,8 +175,16 @@ def test_a_block_of_the_sort_has_a_table_a_warp_or_one(tokens: int, slots: int, 
 def test_the_wide_sort_asks_for_the_shared_memory_that_it_carves_up(tmp_path: Path) -> None:
     """Four arrays by key, of which a block's own sums are its one table's; a warp's run of rows; those by expert."""
     asserts = [f"kThreads == {32 * SORT_WARPS}", f"kBlocks == {WIDE_SORT_BLOCKS}"]
-    for tokens, slots in ((300, 0), (2048, 3), (8192, 31), (8192, 40)):
-        geometry = Geometry.of(QWEN3_30B, router_fp32=False, max_loras=slots, max_lora_rank=8)
+    for tokens, slots, experts in (
+        (300, 0, 128),
+        (300, 0, 3),
+        (301, 1, 5),
+        (2048, 3, 128),
+        (8192, 31, 128),
+        (8192, 40, 128),
+    ):
+        spec = replace(QWEN3_30B, num_experts=experts, num_local_experts=experts, top_k=min(experts, 8))
+        geometry = Geometry.of(spec, router_fp32=False, max_loras=slots, max_lora_rank=8)
         sizes = geometry.sort_sizes(tokens, slots=slots)
         own = "0" if sizes.wide_tables == 1 else "quads_of(KEYS)"
         by_key = f"8 * (4 * quads_of(KEYS) + {own} + {sizes.wide_tables} * quads_of(KEYS))"
@@ -190,7 +198,8 @@ def test_the_wide_sort_asks_for_the_shared_memory_that_it_carves_up(tmp_path: Pa
 def test_a_row_without_a_key_has_other_bits_than_any_key(keys: int) -> None:
     bits = SortSizes(slot_rows=8, experts=1, keys=keys).key_bits
     no_key = 0xFFFF & (1 << bits) - 1
-    assert keys - 1 < no_key <= 0xFFFF
+    assert bits <= 16
+    assert keys - 1 < no_key
 
 
 def test_few_blocks_sort_few_slot_rows_and_no_more_than_they_can_count(tmp_path: Path) -> None:
@@ -211,6 +220,7 @@ def test_an_expert_mlp_takes_no_more_rows_than_it_can_count() -> None:
     assert not geometry.mlp_takes(MLP_TOKENS + 1, lora=False)
     assert replace(geometry, top_k=9).mlp_takes(MLP_ROWS // 9, lora=False)
     assert not replace(geometry, top_k=9).mlp_takes(MLP_ROWS // 9 + 1, lora=False)
+    assert MLP_ROWS + (ROW_ALIGN - 1) * 1024 < 1 << 16
 
 
 @given(st.integers(2, 1 << 16), st.integers(0, 1 << 16), st.integers(-1, 1))
